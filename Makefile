@@ -1,0 +1,51 @@
+# make train   trains the demo, MovieLens-100K on two ranks of this machine, from nothing installed
+# make test    runs the tests            make check  lint, format and types
+# make venv    installs into .venv       make bench  runs the benchmarks
+# make clean   removes what was installed and built, never runs/
+#
+# PYTHON chooses the interpreter (3.10 to 3.13) the environment is made from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Inside the environment, so that removing .venv removes it too. Written last: an interrupted install is done again.
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BENCHMARKS ?= quality prepare
+
+.PHONY: train test test-full check venv bench clean
+.DEFAULT_GOAL := train
+
+# The job's log is the product here, so it goes to stdout; TorchX writes it to stderr.
+train: $(INSTALLED)
+	$(BIN)/torchx run 2>&1
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+test-full: $(INSTALLED)
+	$(BIN)/python -m pytest -m ""
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p turbogr_plugin
+
+bench: $(INSTALLED)
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
+
+venv: $(INSTALLED)
+
+# RecBole's wheel carries MovieLens-100K. Its dependencies are left out (numpy < 2 and ray among them): only its data
+# file is read and it is never imported.
+$(INSTALLED): pyproject.toml requirements-cpu.txt packaging/fbgemm-gpu-shim/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info < (3, 14) else "Python 3.10 to 3.13 is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -r requirements-cpu.txt
+	$(PIP) install --no-deps recbole==1.2.1
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf packaging/*/build packaging/*/*.egg-info *.egg-info
+	find turbogr_plugin tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Baselines made by other libraries: how they are made, and what was recorded of them."""

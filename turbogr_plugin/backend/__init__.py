@@ -1,0 +1,1 @@
+"""What an accelerator is here: which device a process uses and how processes talk."""

@@ -1,0 +1,74 @@
+"""Process groups: which backend a device type talks through, start and end, and agreement of all ranks on an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from turbogr_plugin.errors import InputError
+
+T = TypeVar("T")
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
+@contextmanager
+def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.ProcessGroup]:
+    """The world's process group for the life of the block.
+
+    Under a launcher (torchrun sets RANK and WORLD_SIZE) the ranks find each other through the environment; without one the
+    process is a world of its own and opens no port.
+
+    Args:
+        device: decides the backend.
+        timeout: after which a collective that some rank does not join fails on the others.
+
+    Raises:
+        InputError: a device type without a known backend.
+    """
+    backend = BACKENDS.get(device.type)
+    if backend is None:
+        raise InputError(f"device {device.type!r} has no communication backend: use one of {', '.join(BACKENDS)}")
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup) -> T | None:
+    """Runs `work` on rank 0 while the others wait; its InputError is raised on every rank.
+
+    Returns:
+        the result on rank 0, None elsewhere.
+
+    Raises:
+        InputError: with rank 0's message, on all ranks alike; other exceptions pass on rank 0 and reach the others as
+            RuntimeError, so that nobody waits for the timeout.
+    """
+    result: T | None = None
+    failure: BaseException | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+    report = [None if failure is None else (isinstance(failure, InputError), f"{failure}")]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(report, src=dist.get_global_rank(group, 0), group=group)
+    if failure is not None:
+        raise failure
+    if report[0] is not None:
+        is_input, message = report[0]
+        raise InputError(message) if is_input else RuntimeError(f"rank 0 failed: {message}")
+    return result

@@ -1,0 +1,200 @@
+"""The `turbogr` command: prepare, synthesize, train, evaluate, recommend, info.
+
+Exit codes: 0 done, 2 bad input (one message on stderr), 1 anything else (with its traceback). Heavy imports happen inside
+the commands.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from turbogr_plugin import __version__
+from turbogr_plugin.errors import InputError
+
+if TYPE_CHECKING:
+    from turbogr_plugin.training.config import RunConfig
+
+Command = Callable[[Sequence[str]], None]
+
+
+def _parser(command: str, description: str | None) -> ArgumentParser:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog=f"turbogr {command}", description=description)
+    parser.add_argument("--config", action="config", help="YAML file with the options below; later options override it")
+    return parser
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _prepare(arguments: Sequence[str]) -> None:
+    """Filter interaction logs and write a store."""
+    from turbogr_plugin.data.config import PrepareConfig
+    from turbogr_plugin.data.prepare import prepare
+
+    parser = _parser("prepare", _prepare.__doc__)
+    parser.add_argument("inputs", type=str, nargs="*", help="A folder, or files in their chronological order")
+    parser.add_argument("--output", type=str, required=True, help="Folder of the store")
+    parser.add_argument("--feedback", type=str, nargs="*", help="Columns of which one must be positive (kuairand)")
+    parser.add_class_arguments(PrepareConfig, None, fail_untyped=True, skip={"inputs", "feedback"})
+    namespace = parser.parse_args(arguments)
+    values = {key: value for key, value in vars(namespace).items() if key not in ("config", "output")}
+    if values["feedback"] is None:
+        del values["feedback"]
+    report = prepare(PrepareConfig(**values), Path(namespace.output), progress=_say)
+    print("\n".join(report.lines()))
+
+
+def _synthesize(arguments: Sequence[str]) -> None:
+    """Write KuaiRand-format logs of any size, with the published distributions and a learnable structure."""
+    from turbogr_plugin.data.synthetic import SyntheticConfig, generate
+
+    parser = _parser("synthesize", _synthesize.__doc__)
+    parser.add_argument("--output", type=str, required=True, help="Folder of the log files")
+    parser.add_class_arguments(SyntheticConfig, None, fail_untyped=True)
+    namespace = parser.parse_args(arguments)
+    values = {key: value for key, value in vars(namespace).items() if key not in ("config", "output")}
+    for path in generate(SyntheticConfig(**values), Path(namespace.output)):
+        print(path)
+
+
+def _run_config_parser(command: str, description: str | None) -> ArgumentParser:
+    from turbogr_plugin.training.config import RunConfig
+
+    parser = _parser(command, description)
+    parser.add_class_arguments(RunConfig, None, fail_untyped=True)
+    return parser
+
+
+def _run_config(parser: ArgumentParser, namespace: Namespace, *, own: Sequence[str]) -> RunConfig:
+    from turbogr_plugin.training.config import RunConfig
+
+    values = parser.instantiate(namespace)
+    return RunConfig(**{key: value for key, value in vars(values).items() if key not in ("config", *own)})
+
+
+def _train(arguments: Sequence[str]) -> None:
+    """Train a model and leave a run folder; one process, or one of many under torchrun or torchx."""
+    parser = _run_config_parser("train", _train.__doc__)
+    parser.add_argument("--resume", type=bool, default=False, nargs="?", const=True, help="Go on from the latest checkpoint")
+    namespace = parser.parse_args(arguments)
+    config = _run_config(parser, namespace, own=["resume"])
+    resolved = parser.dump(namespace.clone(), skip_none=False)
+
+    from turbogr_plugin.training.jobs import train
+
+    summary = train(config, resolved, resume=namespace.resume)
+    if summary is not None:
+        print("\n".join(_metric_lines("test", summary["test"])), flush=True)
+        print(f"run folder: {config.output}", flush=True)
+
+
+def _saved_run(command: str, description: str | None, arguments: Sequence[str]) -> tuple[RunConfig, Namespace]:
+    """The configuration of a finished run, and the options of a command that uses it."""
+    run = ArgumentParser(prog=f"turbogr {command}", description=description)
+    run.add_argument("--run", type=str, required=True, help="Run folder")
+    run.add_argument("--checkpoint", type=str, default="best", help='"best", "latest" or the name of a checkpoint folder')
+    run.add_argument("--store", type=str, help="Store to use instead of the one the run was trained on")
+    if command == "recommend":
+        run.add_argument("--users", type=int, nargs="+", required=True, help="Raw user ids")
+        run.add_argument("--k", type=int, default=10, help="Items per user")
+    namespace = run.parse_args(arguments)
+    saved = Path(namespace.run) / "config.yaml"
+    if not saved.is_file():
+        raise InputError(f"{saved} is missing: --run must be a folder that `turbogr train` has written")
+    parser = _run_config_parser(command, None)
+    parser.add_argument("--resume", type=bool, default=False)
+    config = _run_config(parser, parser.parse_args([f"--config={saved}"]), own=["resume"])
+    config.output = namespace.run
+    if namespace.store is not None:
+        config.data.store = namespace.store
+    return config, namespace
+
+
+def _evaluate(arguments: Sequence[str]) -> None:
+    """Rank the test items of all users with a trained model."""
+    config, namespace = _saved_run("evaluate", _evaluate.__doc__, arguments)
+    from turbogr_plugin.training.jobs import evaluate
+
+    result = evaluate(config, namespace.checkpoint)
+    if result is not None:
+        print("\n".join(_metric_lines("test", {"filtered": result.filtered, "unfiltered": result.unfiltered})))
+
+
+def _recommend(arguments: Sequence[str]) -> None:
+    """Print the top K unseen items of users, as raw ids."""
+    config, namespace = _saved_run("recommend", _recommend.__doc__, arguments)
+    from turbogr_plugin.training.jobs import recommend
+
+    for user, items in recommend(config, namespace.checkpoint, namespace.users, namespace.k):
+        print(f"{user}\t{' '.join(map(str, items))}", flush=True)
+
+
+def _info(arguments: Sequence[str]) -> None:
+    """Describe a store or a run folder; without one, the versions of what is installed."""
+    from turbogr_plugin import info
+
+    parser = ArgumentParser(prog="turbogr info", description=_info.__doc__)
+    parser.add_argument("path", type=str, nargs="?", help="A store or a run folder")
+    namespace = parser.parse_args(arguments)
+    print("\n".join(info.describe(Path(namespace.path)) if namespace.path else info.versions()))
+
+
+def _metric_lines(name: str, metrics: dict[str, dict[str, float]]) -> list[str]:
+    lines = []
+    for kind, label in (("filtered", "seen items filtered"), ("unfiltered", "unfiltered")):
+        values = ", ".join(f"{metric.upper()} {value:.4f}" for metric, value in metrics[kind].items())
+        lines.append(f"{name} ({label}): {values}")
+    return lines
+
+
+COMMANDS: dict[str, Command] = {
+    "prepare": _prepare,
+    "synthesize": _synthesize,
+    "train": _train,
+    "evaluate": _evaluate,
+    "recommend": _recommend,
+    "info": _info,
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {command.__doc__}" for name, command in COMMANDS.items())
+    return f"usage: turbogr COMMAND [options]\n\n{listed}\n\n`turbogr COMMAND --help` shows the options of a command."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if given else 2
+    if given[0] == "--version":
+        print(__version__)
+        return 0
+    if given[0] not in COMMANDS:
+        _say(f"turbogr: unknown command {given[0]!r}: use one of {', '.join(COMMANDS)}")
+        return 2
+    try:
+        COMMANDS[given[0]](given[1:])
+    except InputError as error:
+        _say(f"turbogr {given[0]}: {error}")
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        _say(f"turbogr {given[0]}: {error.strerror}: {error.filename or 'the output'}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""HSTU attention on the jagged layout, with relative time and position bias.
+
+    out_i = sum over j <= i of scale * SiLU(alpha * q_i . k_j + b_t[bucket(s_i - t_j)] + b_p[i - j]) v_j
+
+with t the times of the keys and s those of the queries, usually the same.
+
+(HSTU, Zhai et al. 2024; TurboGR section 4.1.1.) Rows never see each other; nothing depends on the longest row of the batch;
+no dense [S, S] tensor outlives one chunk of one row, forward or backward. The call is the contract: the plain PyTorch
+implementation in `reference/` answers it today.
+
+Letters: T tokens, B rows, H heads, D query/key dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turbogr_plugin.kernels.offsets import check_offsets
+from turbogr_plugin.kernels.reference import jagged_attention as reference
+
+
+@torch.library.custom_op("turbogr::hstu_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    alpha: float,
+    scale: float,
+    causal: bool,
+    timestamps: Tensor | None,
+    query_timestamps: Tensor | None,
+    time_bias: Tensor | None,
+    position_bias: Tensor | None,
+) -> Tensor:
+    return reference.forward(q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(v.shape, dtype=v.dtype)
+
+
+@torch.library.custom_op("turbogr::hstu_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    alpha: float,
+    scale: float,
+    causal: bool,
+    timestamps: Tensor | None,
+    query_timestamps: Tensor | None,
+    time_bias: Tensor | None,
+    position_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, dt, dp = reference.backward(
+        grad, q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias
+    )
+    empty = q.new_empty(0)
+    return dq, dk, dv, empty if dt is None else dt, empty.clone() if dp is None else dp
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    alpha: float,
+    scale: float,
+    causal: bool,
+    timestamps: Tensor | None,
+    query_timestamps: Tensor | None,
+    time_bias: Tensor | None,
+    position_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def like(bias: Tensor | None) -> Tensor:
+        return q.new_empty(0) if bias is None else torch.empty_like(bias)
+
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), like(time_bias), like(position_bias)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias = inputs
+    ctx.save_for_backward(q, k, v, offsets, timestamps, query_timestamps, time_bias, position_bias)
+    ctx.scalars = (alpha, scale, causal)
+
+
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, offsets, timestamps, query_timestamps, time_bias, position_bias = ctx.saved_tensors
+    dq, dk, dv, dt, dp = _backward(
+        grad.contiguous(), q, k, v, offsets, *ctx.scalars, timestamps, query_timestamps, time_bias, position_bias
+    )
+    return (
+        dq,
+        dk,
+        dv,
+        *(None,) * 6,
+        None if time_bias is None else dt,
+        None if position_bias is None else dp,
+    )
+
+
+_forward.register_autograd(_autograd, setup_context=_setup)
+
+
+def _check_bias(name: str, bias: Tensor | None, heads: int) -> None:
+    if bias is None:
+        return
+    if bias.dim() not in (1, 2) or bias.shape[-1] == 0 or (bias.dim() == 2 and bias.shape[0] != heads):
+        raise ValueError(f"{name} must be [N] (shared by the heads) or [{heads}, N], N >= 1; got {tuple(bias.shape)}")
+
+
+def hstu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    *,
+    alpha: float,
+    scale: float,
+    causal: bool = True,
+    timestamps: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    query_timestamps: Tensor | None = None,
+    position_bias: Tensor | None = None,
+) -> Tensor:
+    """Pointwise SiLU attention within each row of a jagged batch.
+
+    Args:
+        q: [T, H, D], floating point.
+        k: [T, H, D].
+        v: [T, H, E]; E may differ from D.
+        offsets: [B + 1], int32 or int64, from 0 to T.
+        alpha: factor of the products, usually D ** -0.5.
+        scale: factor of the activated scores, usually 1 / the longest sequence of the model (never of the batch).
+        causal: a token sees itself and what stands before it; False: its whole row.
+        timestamps: [T] int64, needed with `time_bias` (seconds in the published models).
+        time_bias: [buckets] or [H, buckets], by the bucket of the time gap (see relative_bias.time_buckets).
+        query_timestamps: [T] int64, the time at which each query stands; None: that of its own event. Both published
+            conventions are one call away (see relative_bias.query_times).
+        position_bias: [N] or [H, N], by i - j, larger gaps taking the last entry; causal only.
+
+    Returns:
+        [T, H, E] in the dtype of v.
+
+    Raises:
+        ValueError: shapes, offsets or an argument that do not fit, naming what was given and what is allowed.
+    """
+    if q.dim() != 3 or q.shape != k.shape or v.dim() != 3 or v.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"q and k must be [T, H, D], v [T, H, E]; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    check_offsets(offsets, q.shape[0])
+    _check_bias("time_bias", time_bias, q.shape[1])
+    _check_bias("position_bias", position_bias, q.shape[1])
+    if position_bias is not None and not causal:
+        raise ValueError("position_bias is defined for causal attention only: pass causal=True or position_bias=None")
+    if time_bias is None:
+        timestamps = query_timestamps = None
+    else:
+        query_timestamps = timestamps if query_timestamps is None else query_timestamps
+        for name, times in (("timestamps", timestamps), ("query_timestamps", query_timestamps)):
+            if times is None or times.shape != q.shape[:1] or times.is_floating_point():
+                got = None if times is None else (tuple(times.shape), times.dtype)
+                raise ValueError(f"time_bias needs integer {name} [T] with T = {q.shape[0]}, got {got}")
+    return _forward(q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)

@@ -1,0 +1,1 @@
+"""Plain PyTorch implementations of the operators: any device, any floating dtype; the oracle of the faster ones."""

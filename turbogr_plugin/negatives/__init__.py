@@ -1,0 +1,1 @@
+"""Negative items for the sampled softmax: which ones, and the loss against them."""

@@ -1,0 +1,83 @@
+"""Sampled softmax with temperature: each target against its negatives, summed over the targets.
+
+    loss = sum over targets t of  -log( exp(o_t . e_t / tau) / (exp(o_t . e_t / tau) + sum over n of exp(o_t . e_n / tau)) )
+
+A negative that is the target itself is left out of the sum. Ids are compared as int64: float32 would confuse ids above
+2^24. The sum, not the mean, is returned: the caller divides by the count of valid targets of the global batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from turbogr_plugin.negatives.uniform import NegativeSharing
+
+
+def _shared_logits(queries: Tensor, negatives: Tensor, target_ids: Tensor, negative_ids: Tensor) -> Tensor:
+    """Negative logits [n, R] of queries [n, D] with shared negatives [R, D]."""
+    logits = queries @ negatives.T
+    return logits.masked_fill(target_ids[:, None] == negative_ids[None], float("-inf"))
+
+
+def sampled_softmax(
+    queries: Tensor,
+    targets: Tensor,
+    negatives: Tensor,
+    *,
+    target_ids: Tensor,
+    negative_ids: Tensor,
+    target_lengths: Tensor,
+    sharing: NegativeSharing,
+    temperature: float,
+) -> Tensor:
+    """Sum of the sampled-softmax loss over all targets.
+
+    Args:
+        queries: [T, D], the model's output at the position before each target.
+        targets: [T, D], embeddings of the targets.
+        negatives: [N, D]: T * R rows in the order of the targets (sharing "none"), or R rows for each sample that has
+            targets (sharing "sequence").
+        target_ids: [T] int64.
+        negative_ids: [N] int64.
+        target_lengths: [B], targets of each sample, adding up to T.
+        sharing: how the negatives were drawn, see negatives.uniform.
+        temperature: divides the logits; positive.
+
+    Returns:
+        float32 (float64 for float64 input) scalar; 0 for T = 0.
+
+    Raises:
+        ValueError: a temperature that is not positive, or numbers of rows that do not fit together.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    total = queries.shape[0]
+    groups = total if sharing == "none" else int((target_lengths > 0).sum())
+    if targets.shape != queries.shape or negatives.shape[0] != negative_ids.numel() or target_ids.numel() != total:
+        raise ValueError(
+            f"queries {tuple(queries.shape)}, targets {tuple(targets.shape)} and {target_ids.numel()} target ids must agree, "
+            f"and negatives {tuple(negatives.shape)} with {negative_ids.numel()} negative ids"
+        )
+    if groups == 0:
+        return (queries.sum() + targets.sum() + negatives.sum()) * 0
+    if negatives.shape[0] % groups:
+        raise ValueError(f"{negatives.shape[0]} negatives do not divide over {groups} groups of targets")
+    count = negatives.shape[0] // groups
+    work = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    queries, targets, negatives = queries.to(work), targets.to(work), negatives.to(work)
+    positive = (queries * targets).sum(1, keepdim=True)
+    if sharing == "none":
+        logits = torch.einsum("td,trd->tr", queries, negatives.view(total, count, -1))
+        logits = logits.masked_fill(target_ids[:, None] == negative_ids.view(total, count), float("-inf"))
+    else:
+        lengths = target_lengths[target_lengths > 0].tolist()
+        rows = zip(
+            queries.split(lengths),
+            negatives.split(count),
+            target_ids.split(lengths),
+            negative_ids.split(count),
+        )
+        logits = torch.cat([_shared_logits(*row) for row in rows])
+    both = torch.cat([positive, logits], 1) / temperature
+    return (torch.logsumexp(both, 1) - both[:, 0]).sum()

@@ -1,0 +1,1 @@
+"""Trainer, evaluation and checkpoints: the floor that puts models, data, negatives and sharding together."""

@@ -1,0 +1,75 @@
+"""The one place that sets the scale of the loss and of every gradient.
+
+The loss of a step is the sum over all valid targets of all ranks divided by their global count. Each rank computes its
+own sum over that count, and gradients are summed over ranks: those of tables because TorchRec's division by the world size
+is switched off, those of dense parameters because DDP's averaging is replaced by a sum. Every parameter then receives
+exactly the gradient of the one global loss, however samples are spread; a rank without a target adds zero.
+"""
+
+# No `from __future__ import annotations` here: DDP checks a hook's annotations as objects (torch/nn/parallel/distributed.py,
+# _check_comm_hook).
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.comm_ops import set_gradient_division
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+
+
+def _sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None
+
+    def result(future: torch.futures.Future[Any]) -> Tensor:
+        tensor: Tensor = future.value()[0]
+        return tensor
+
+    return work.get_future().then(result)
+
+
+class SumDataParallelWrapper(DefaultDataParallelWrapper):
+    """TorchRec's wrapper of the dense part, with gradients summed over ranks instead of averaged.
+
+    Creating it also switches TorchRec's division of table gradients by the world size off, for the whole process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        set_gradient_division(False)
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wraps the dense part in DDP and registers the sum; see the base class."""
+        super().wrap(dmp, env, device)
+        wrapped = dmp._dmp_wrapped_module
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.register_comm_hook(env.process_group, _sum_hook)
+
+
+class GlobalCount(nn.Module):
+    """Starts the sum of the ranks' target counts; `DivideByGlobalCount` waits for it after the forward pass."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def forward(self, count: int, like: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """count: targets of this rank; like: any tensor on the device of the sum. Returns the sum and what to wait for."""
+        total = torch.tensor(float(count), dtype=torch.float64, device=like.device)
+        if self._group.size() == 1:
+            return total, None
+        return total, dist.all_reduce(total, group=self._group, async_op=True)
+
+
+class DivideByGlobalCount(nn.Module):
+    """Turns this rank's sum of the loss into its share of the global mean."""
+
+    def forward(self, loss_sum: Tensor, pending: tuple[Tensor, dist.Work | None]) -> Tensor:
+        """loss_sum: scalar. Returns loss_sum / max(global count, 1)."""
+        total, work = pending
+        if work is not None:
+            work.wait()
+        return loss_sum / total.clamp(min=1).to(loss_sum.dtype)

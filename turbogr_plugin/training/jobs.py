@@ -1,0 +1,96 @@
+"""The jobs behind the commands: open the store, start the process group, run, and bring the result to rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from turbogr_plugin.backend.collectives import on_first_rank, process_group
+from turbogr_plugin.backend.current_device import current_device
+from turbogr_plugin.data.prepare import prepare
+from turbogr_plugin.data.store import InteractionStore
+from turbogr_plugin.errors import InputError
+from turbogr_plugin.training.checkpoints import find_checkpoint, latest_checkpoint
+from turbogr_plugin.training.config import DataConfig, RunConfig
+from turbogr_plugin.training.evaluation import EvaluationResult
+from turbogr_plugin.training.run_folder import write_atomically
+from turbogr_plugin.training.session import Session
+from turbogr_plugin.training.trainer import Trainer
+
+
+def _open_store(config: DataConfig, group: dist.ProcessGroup) -> InteractionStore:
+    """The store of a run, made by rank 0 where it is missing and the configuration says how."""
+    path = Path(config.store)
+
+    def make() -> None:
+        if config.prepare is not None and not path.exists():
+            print("\n".join(prepare(config.prepare, path).lines()), flush=True)
+        InteractionStore.open(path)  # checksums once, not on every rank
+
+    on_first_rank(make, group)
+    return InteractionStore.open(path, verify=False)
+
+
+@contextmanager
+def _session(config: RunConfig) -> Iterator[Session]:
+    device = current_device(config.device)
+    with process_group(device, timeout=timedelta(minutes=config.timeout_minutes)) as group:
+        yield Session(config, _open_store(config.data, group), group, device)
+
+
+def _load(session: Session, name: str) -> None:
+    """Loads the weights of a checkpoint of the run by name."""
+    folder = session.checkpoints
+    found = latest_checkpoint(folder) if name == "latest" else find_checkpoint(folder, name)
+    if found is None:
+        there = sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []
+        raise InputError(f"{folder} has no complete checkpoint {name!r}; it holds: {', '.join(there) or 'none'}")
+    session.load_model(found)
+
+
+def train(config: RunConfig, resolved: str, *, resume: bool) -> dict[str, Any] | None:
+    """Trains, tests, and leaves the run folder; the summary on rank 0, None elsewhere.
+
+    Args:
+        config: of the run.
+        resolved: the configuration as YAML, kept in the run folder.
+        resume: go on from the latest complete checkpoint.
+    """
+    with _session(config) as session:
+        trainer = Trainer(session, resume=resume)
+        if session.rank == 0:
+            write_atomically(Path(config.output) / "config.yaml", resolved.encode())
+        summary = trainer.train()
+        return summary if session.rank == 0 else None
+
+
+def evaluate(config: RunConfig, checkpoint: str) -> EvaluationResult | None:
+    """Tests a checkpoint of a run; the result on rank 0, None elsewhere."""
+    with _session(config) as session:
+        _load(session, checkpoint)
+        result = session.evaluate("test")
+        return result if session.rank == 0 else None
+
+
+def recommend(config: RunConfig, checkpoint: str, raw_users: list[int], k: int) -> list[tuple[int, list[int]]]:
+    """The k best unseen items of users, as raw ids, in the order asked for; all on rank 0, nothing elsewhere."""
+    with _session(config) as session:
+        _load(session, checkpoint)
+        store = session.store
+        users = store.user_indices(np.asarray(raw_users, dtype=np.int64))
+        mine: dict[int, list[int]] = {}
+        for indices, top in session.recommend(users, k):
+            for user, items in zip(indices, top.items.cpu().numpy()):
+                mine[int(store.raw_user_ids[user])] = store.raw_item_ids[items[items >= 0]].tolist()
+        gathered: list[dict[int, list[int]]] = [{}] * session.world_size
+        dist.all_gather_object(gathered, mine, group=session.group)
+        if session.rank != 0:
+            return []
+        found = {user: items for part in gathered for user, items in part.items()}
+        return [(user, found[user]) for user in raw_users]
