@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
+import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -32,7 +35,6 @@ import yaml
 
 from benchmarks.baselines import sasrec_ranks
 from benchmarks.baselines.sasrec_ranks import SasrecRanks
-from benchmarks.harness import machine, versions
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.training.metrics import ranking_metrics, user_metrics
@@ -40,6 +42,7 @@ from turbogr_plugin.training.metrics import ranking_metrics, user_metrics
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "ml-100k.yaml"
 RANKS = 2
+VERSIONED = ("turbogr-plugin", "torch", "torchrec", "fbgemm-gpu-cpu", "numpy")
 BOOTSTRAP_SEED = 20240601
 BOOTSTRAP_SAMPLES = 10_000
 
@@ -53,16 +56,30 @@ class HstuRun:
 
     folder: Path
     """The run folder."""
-    seed: int
-    """training.seed."""
-    max_length: int
-    """Most recent items that the model sees."""
+    config: dict[str, Any]
+    """config.yaml."""
     filtered: np.ndarray
     """[U] int64 ranks, in ascending order of raw user id."""
     unfiltered: np.ndarray
     """[U] int64 ranks, likewise."""
     summary: dict[str, Any]
     """metrics.json."""
+
+    @property
+    def seed(self) -> int:
+        """What the run's randomness is keyed by."""
+        return int(self.config["training"]["seed"])
+
+    @property
+    def max_length(self) -> int:
+        """Most recent items that the model sees."""
+        return int(self.config["model"]["max_length"])
+
+    @property
+    def config_without_seed(self) -> dict[str, Any]:
+        """What runs that are averaged have in common."""
+        training = {name: value for name, value in self.config["training"].items() if name != "seed"}
+        return {name: value for name, value in self.config.items() if name != "output"} | {"training": training}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +161,23 @@ def read_run(folder: Path, baseline: SasrecRanks) -> HstuRun:
         raise InputError(f"{folder} tested {len(users)} users, which are not the {len(baseline.users)} of the baseline")
     return HstuRun(
         folder=folder,
-        seed=config["training"]["seed"],
-        max_length=config["model"]["max_length"],
+        config=config,
         filtered=filtered[order],
         unfiltered=unfiltered[order],
         summary=summary,
     )
+
+
+def check_runs(runs: list[HstuRun]) -> None:
+    """Raises InputError unless the runs differ in their seed and in nothing else."""
+    seeds = [run.seed for run in runs]
+    if len(set(seeds)) < len(seeds):
+        raise InputError(f"the runs have the seeds {seeds}: a mean over seeds takes each seed once")
+    for run in runs[1:]:
+        if run.config_without_seed != runs[0].config_without_seed:
+            raise InputError(
+                f"{run.folder} and {runs[0].folder} differ in more than their seed: compare their config.yaml"
+            )
 
 
 def train_hstu(seed: int, output: Path) -> None:
@@ -180,14 +208,20 @@ def result(baseline: SasrecRanks, runs: list[HstuRun]) -> dict[str, Any]:
         "hstu_seeds": [run.seed for run in runs],
         "hstu_epochs": [run.summary["epochs"] for run in runs],
         "hstu_best_epochs": [run.summary["best_epoch"] for run in runs],
-        "hstu_max_length": sorted({run.max_length for run in runs}),
+        "hstu_max_length": runs[0].max_length,
         "hstu_seconds": [run.summary["seconds"] for run in runs],
         "users": len(baseline.users),
         "data_sha256": record["data_sha256"],
         "bootstrap_seed": BOOTSTRAP_SEED,
         "bootstrap_samples": BOOTSTRAP_SAMPLES,
-        "versions": versions(),
-        "machine": machine(),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONED}
+        | {"python": platform.python_version()},
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "system": platform.system(),
+            "arch": platform.machine(),
+        },
     }
     for which in FILTERS:
         per_seed = [ranking_metrics(torch.from_numpy(getattr(run, which))) for run in runs]
@@ -224,7 +258,8 @@ def table(values: dict[str, Any]) -> str:
         lines.append("")
     lines += [
         f"SASRec: RecBole {values['sasrec_versions']['recbole']}, seed {values['sasrec_seed']}, "
-        f"last {values['sasrec_max_length']} items, best epoch {values['sasrec_best_epoch']} of {values['sasrec_epochs']}"
+        f"last {values['sasrec_max_length']} items, "
+        f"best epoch {values['sasrec_best_epoch']} of {values['sasrec_epochs']}"
         + ("" if values["sasrec_complete"] else " (NOT COMPLETE: training was stopped before its own rule did)"),
         f"HSTU:   seeds {seeds}, last {values['hstu_max_length']} items, best epochs {values['hstu_best_epochs']} "
         f"of {values['hstu_epochs']}, seconds {values['hstu_seconds']}",
@@ -234,6 +269,14 @@ def table(values: dict[str, Any]) -> str:
         f"this machine: {values['machine']}, {values['versions']}",
     ]
     return "\n".join(lines)
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux tells it, else what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -272,6 +315,9 @@ def make_ranks(arguments: argparse.Namespace, output: Path) -> SasrecRanks:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code (2: input that the user can mend)."""
     options = parse_arguments(arguments)
+    if options.seeds < 1:
+        print(f"--seeds is {options.seeds}; at least 1 is needed", file=sys.stderr)
+        return 2
     output = (options.output or ROOT / "runs" / f"quality-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     try:
         if options.rebuild_baseline or options.from_scores:
@@ -284,7 +330,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.runs:
             for seed, folder in enumerate(folders):
                 train_hstu(seed, folder)
-        values = result(baseline, [read_run(folder, baseline) for folder in folders])
+        runs = [read_run(folder, baseline) for folder in folders]
+        check_runs(runs)
+        values = result(baseline, runs)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -122,6 +122,17 @@ def test_the_running_environment_is_the_pinned_one() -> None:
         assert Version(importlib.metadata.version(name)).public == _pin(requirement), name
 
 
+def test_pip_finds_no_conflict_but_the_dependencies_recbole_is_installed_without() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = [line for line in result.stdout.splitlines() if line != "No broken requirements found."]
+    assert [line for line in lines if not line.startswith("recbole ")] == []
+
+
 def test_the_readme_names_the_pinned_versions() -> None:
     named, _ = _requirements("requirements-npu.txt")
     pins = {name.replace("_", "-"): _pin(requirement) for name, requirement in named.items()}

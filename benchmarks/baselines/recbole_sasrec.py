@@ -200,7 +200,7 @@ class Progress:
     def __call__(self, epoch: int, valid_score: float) -> None:
         """Called by RecBole after the validation of each epoch (`epoch` counts from 0)."""
         now = time.monotonic()
-        improved = valid_score > self.best_score
+        improved = valid_score >= self.best_score  # as RecBole decides: of equal epochs the later one is kept
         if improved:
             self.best_score, self.best_epoch = valid_score, epoch
             self.best_weights = {name: value.clone() for name, value in self.trainer.model.state_dict().items()}

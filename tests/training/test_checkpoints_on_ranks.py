@@ -27,10 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.distributed.types import ShardingEnv
 
 from turbogr_plugin.errors import InputError
@@ -68,7 +71,7 @@ class Model(nn.Module):
         looked_up = self.embeddings(features)
         rows = [
             torch.segment_reduce(looked_up[key].values(), "sum", lengths=looked_up[key].lengths(), initial=0)
-            for key in looked_up
+            for key in (f"f_{name}" for name in TABLES)
         ]
         outputs = self.out(torch.relu(self.hidden(self.dropout(torch.stack(rows).sum(0))))).squeeze(1)
         return (outputs - labels).square().mean()
@@ -137,8 +140,19 @@ class Run:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def full_state(self) -> dict[str, Tensor]:
-        """Every tensor whole, put together without the code under test."""
-        return {path: _whole(tensor, self.group) for path, tensor in _tensors(self.state())}
+        """Every tensor of any rank whole, put together without the code under test."""
+        own = dict(_tensors(self.state()))
+        shapes = {path: list(t.metadata().size) for path, t in own.items() if isinstance(t, ShardedTensor)}
+        of_ranks: list[dict[str, list[int]]] = [{}] * dist.get_world_size(self.group)
+        dist.all_gather_object(of_ranks, shapes, group=self.group)
+        whole = {path: tensor.detach().clone() for path, tensor in own.items() if path not in shapes}
+        for path, shape in sorted({path: shape for shapes in of_ranks for path, shape in shapes.items()}.items()):
+            whole[path] = torch.zeros(shape)
+            for shard in own[path].local_shards() if path in own else ():
+                spans = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+                whole[path][tuple(slice(start, start + size) for start, size in spans)] = shard.tensor
+            dist.all_reduce(whole[path], group=self.group)
+        return whole
 
     def save(self, directory: Path, step: int) -> Path:
         return save_checkpoint(
@@ -168,17 +182,6 @@ def _tensors(state: dict[str, Any], path: str = "") -> Iterator[tuple[str, Tenso
             yield from _tensors(value, f"{path}{key}/")
         else:
             yield f"{path}{key}", value
-
-
-def _whole(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if not isinstance(tensor, ShardedTensor):
-        return tensor.detach().clone()
-    whole = torch.zeros(tensor.size())
-    for shard in tensor.local_shards():
-        spans = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-        whole[tuple(slice(start, start + size) for start, size in spans)] = shard.tensor
-    dist.all_reduce(whole, group=group)
-    return whole
 
 
 def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -311,6 +314,34 @@ class Cases:
             dist.barrier()
         run.save(self.two, 4)  # the group and the folder are in order
         _assert_same(run.full_state(), self.saved)
+
+    def tensors_of_a_device_mesh_are_kept_with_several_shards_per_rank(self) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(24.0).reshape(3, 8)
+
+        def state(scale: float) -> dict[str, Any]:
+            columns = (whole * scale)[:, 4 * self.rank : 4 * self.rank + 4]
+            pieces = LocalShardsWrapper(
+                [columns[:, :1].clone(), columns[:, 1:].clone()], [(0, 4 * self.rank), (0, 4 * self.rank + 1)]
+            )
+            wrapped = DTensor.from_local(
+                pieces, mesh, [Shard(1)], run_check=False, shape=whole.size(), stride=whole.stride()
+            )
+            return {"model": {"rows": distribute_tensor(whole * scale, mesh, [Shard(0)]), "pieces": wrapped}}
+
+        folder = self.two.parent / "mesh"
+        save_checkpoint(folder, step=1, state=state(1), extra={}, process_group=self.world)
+        loaded, found = state(0), latest_checkpoint(folder)
+        assert found is not None
+        load_checkpoint(found, loaded, process_group=self.world)
+        assert torch.equal(loaded["model"]["rows"].full_tensor(), whole)
+        assert torch.equal(
+            torch.cat(loaded["model"]["pieces"].to_local().local_shards(), 1), whole[:, 4 * self.rank :][:, :4]
+        )
+        plain = {"model": {"rows": torch.zeros(3, 8), "pieces": torch.zeros(3, 8)}}
+        load_checkpoint(found, plain, process_group=self.world)
+        assert torch.equal(plain["model"]["rows"], whole)
+        assert torch.equal(plain["model"]["pieces"], whole)
 
     def state_that_cannot_be_stored_on_one_rank_is_an_error_on_all(self) -> None:
         state = {"model": {"weight": torch.zeros(2), "odd": object() if self.rank == 1 else 1}}

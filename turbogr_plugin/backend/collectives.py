@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,8 +22,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hc
 def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.ProcessGroup]:
     """The world's process group for the life of the block.
 
-    Under a launcher (torchrun sets RANK and WORLD_SIZE) the ranks find each other through the environment; without one the
-    process is a world of its own and opens no port.
+    Under a launcher (torchrun and cluster operators set RANK and WORLD_SIZE) the ranks find each other through the
+    environment; without one the process is a world of its own and opens no port.
 
     Args:
         device: decides the backend.
@@ -34,7 +35,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.
     backend = BACKENDS.get(device.type)
     if backend is None:
         raise InputError(f"device {device.type!r} has no communication backend: use one of {', '.join(BACKENDS)}")
-    if dist.is_torchelastic_launched():
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -16,7 +16,7 @@ def current_device(device_type: str) -> torch.device:
         device_type: "cpu", or the type of an accelerator that this torch knows.
 
     Raises:
-        InputError: a device type that is not there, naming what is.
+        InputError: a device type that is not there, naming what is; more processes on this host than devices.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     known = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
@@ -25,5 +25,11 @@ def current_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.accelerator.device_count()
+    if index >= count:
+        raise InputError(
+            f"LOCAL_RANK {index} has no device of its own: this host shows {count} of type {device_type!r}. "
+            f"Start at most {count} processes per host"
+        )
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)

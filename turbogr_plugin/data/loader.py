@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from turbogr_plugin.errors import InputError
 from turbogr_plugin.data.batch import SequenceBatch, collate_sequences, gather_rows
 from turbogr_plugin.data.store import InteractionStore
+from turbogr_plugin.errors import InputError
 from turbogr_plugin.negatives.uniform import NegativesConfig
 
 Held = Literal["validation", "test"]
@@ -27,8 +27,8 @@ Held = Literal["validation", "test"]
 class TrainingSteps(Dataset[SequenceBatch]):
     """Map from the global training step to this rank's batch.
 
-    A sample is a user's interactions without the last two (leave-one-out), of which the latest `max_length + 1` are taken:
-    inputs and their next items. Users with fewer than two of them have nothing to predict and are not drawn.
+    A sample is a user's interactions without the last two (leave-one-out), of which the latest `max_length + 1` are
+    taken: inputs and their next items. Users with fewer than two of them have nothing to predict and are not drawn.
     """
 
     def __init__(
@@ -98,13 +98,17 @@ class TrainingSteps(Dataset[SequenceBatch]):
 
 
 def training_batches(steps: TrainingSteps, first: int, last: int, *, workers: int) -> Iterator[SequenceBatch]:
-    """This rank's batches of the global steps [first, last), in order, collated by `workers` processes ahead of use."""
+    """This rank's batches of the global steps [first, last), in order, collated by `workers` processes ahead of use.
+
+    Nothing is drawn from torch's global random generator.
+    """
     return iter(
         DataLoader(
             steps,
             batch_size=None,
             sampler=range(first, last),
             num_workers=workers,
+            generator=torch.Generator(),  # else starting an iterator would draw its base seed from the global one
             prefetch_factor=4 if workers else None,
         )
     )
@@ -156,7 +160,14 @@ def evaluation_batch(
 
 
 def evaluation_batches(
-    store: InteractionStore, users: np.ndarray, held: Held | None, *, max_length: int, batch_size: int, rank: int, world_size: int
+    store: InteractionStore,
+    users: np.ndarray,
+    held: Held | None,
+    *,
+    max_length: int,
+    batch_size: int,
+    rank: int,
+    world_size: int,
 ) -> Iterator[EvaluationBatch]:
     """This rank's share of `users`, in steps of `batch_size` per rank; every rank makes the same number of steps.
 

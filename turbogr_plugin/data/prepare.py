@@ -77,6 +77,7 @@ class PrepareReport:
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
+        """The report as plain data, for the manifest."""
         return asdict(self)
 
     def lines(self) -> list[str]:
@@ -201,6 +202,8 @@ def _ingest(engine: duckdb.DuckDBPyConnection, source: Source, config: PrepareCo
     query = scan_query(source, allow_negative_times=config.allow_negative_times)
     try:
         engine.execute(f"CREATE TABLE rows AS {query}")
+    except (duckdb.OutOfMemoryException, duckdb.IOException):
+        raise
     except duckdb.Error:
         problem = first_problem(source, allow_negative_times=config.allow_negative_times)
         if problem is None:
@@ -266,8 +269,8 @@ def _sort(engine: duckdb.DuckDBPyConnection, scratch: Path, source: Source, conf
             starts = np.flatnonzero(np.concatenate(([True], user[1:] != user[:-1])))
             raw_users.append(user[starts])
             counts.append(np.diff(np.append(starts, len(user))))
-            items_file.write(np.searchsorted(raw_items, item).astype(np.int32))
-            times_file.write(when)
+            items_file.write(np.searchsorted(raw_items, item).astype(np.int32).data)
+            times_file.write(np.ascontiguousarray(when).data)
     users, lengths = _merge_neighbours(np.concatenate(raw_users), np.concatenate(counts))
     return _SortedRows(
         items_path=items_path,
@@ -324,7 +327,9 @@ def _notes(source: Source) -> list[str]:
         with open(path, "rb") as file:
             file.seek(-1, 2)
             if file.read(1) != b"\n":
-                notes.append(f"note: the last line of {path} has no line end; if the file was cut off, its last number may be too")
+                notes.append(
+                    f"note: the last line of {path} has no line end; if the file was cut off, so may be its last number"
+                )
     return notes
 
 
@@ -350,7 +355,6 @@ def _engine_errors(config: PrepareConfig, output: Path) -> Iterator[None]:
 
 def _disk_full(output: Path, detail: str) -> InputError:
     return InputError(
-        f"the disk of {output} cannot take the result and the temporary files beside it ({detail}). They need up to "
-        f"about twice the size of the kept rows, 40 bytes each, and 20 bytes per row read. Free some space or name another output. "
-        f"What was at the output is as it was."
+        f"the disk of {output} is full or failing ({detail}). Beside the output up to about 80 bytes per row are "
+        f"needed while it is made. Free some space or name another output. What was at the output is as it was."
     )

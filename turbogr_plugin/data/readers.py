@@ -124,8 +124,11 @@ def _files(inputs: list[str], pattern: str) -> tuple[Path, ...]:
 
 def _first_lines(path: Path) -> tuple[str, str]:
     """First and second line of a text file; refuses an empty, compressed or binary one."""
-    with open(path, "rb") as file:
-        lines = [file.readline(1 << 20), file.readline(1 << 20)]
+    try:
+        with open(path, "rb") as file:
+            lines = [file.readline(1 << 20), file.readline(1 << 20)]
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
     if not lines[0].strip():
         raise InputError(f"{path} is empty.")
     if lines[0].startswith((b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
@@ -189,7 +192,7 @@ def _kuairand(config: PrepareConfig) -> Source:
         "user_id": "the user",
         "video_id": "the item",
         "time_ms": "the time",
-        **{column: "a feedback column: name those to use with feedback" for column in config.feedback},
+        **dict.fromkeys(config.feedback, "a feedback column: name those to use with feedback"),
     }
     if config.drop_hated:
         needed["is_hate"] = "needed by drop_hated: turn it off with drop_hated=false"
@@ -303,7 +306,11 @@ def _text_layout(path: Path) -> tuple[str, tuple[str, ...], bool]:
     fields = first.split(delimiter)
     if not any(INTEGER.fullmatch(field) for field in fields):
         return (*_read_header(path), True)
-    return delimiter, ("user", "item", "time", *(f"column_{n}" for n in range(4, len(fields) + 1)))[: len(fields)], False
+    return (
+        delimiter,
+        ("user", "item", "time", *(f"column_{n}" for n in range(4, len(fields) + 1)))[: len(fields)],
+        False,
+    )
 
 
 def _parquet(config: PrepareConfig) -> Source:

@@ -7,7 +7,7 @@ A folder of five one-dimensional int64 `.npy` arrays and a manifest:
     offsets.npy    [U+1]  interactions of dense user u are item_ids[offsets[u]:offsets[u + 1]]
     users.npy      [U]    raw user ids, ascending: the dense user index is the position here
     items.npy      [I]    raw item ids, ascending: the dense item index is the position here
-    manifest.json         format and version, counts, time unit, sha256 and bytes per file, the preparation's config, report
+    manifest.json         format and version, counts, time unit, sha256 and bytes per file, config and report
 
 A store is written aside (`<output>.tmp-<pid>`) and renamed into place when it is complete, so a reader sees the old
 store or the new one, never a half. Replacing an existing folder takes two renames (the old one steps aside as
@@ -78,7 +78,7 @@ class NpyWriter:
         """Append `chunk` ([n], an integer type)."""
         chunk = np.ascontiguousarray(chunk.astype(self._dtype, casting="same_kind", copy=False))
         if chunk.size:
-            self._write(memoryview(chunk).cast("B"))
+            self._write(chunk.data.cast("B"))
             self._written += chunk.size
 
     def close(self) -> dict[str, Any]:
@@ -244,18 +244,22 @@ class InteractionStore:
 
     @property
     def num_users(self) -> int:
+        """Users, U."""
         return len(self.raw_user_ids)
 
     @property
     def num_items(self) -> int:
+        """Items, I."""
         return len(self.raw_item_ids)
 
     @property
     def num_interactions(self) -> int:
+        """Interactions of all users, T."""
         return len(self.item_ids)
 
     @property
     def time_unit(self) -> TimeUnit:
+        """Unit of `times`; "none" where the source has no times and they are all 0."""
         return cast(TimeUnit, self.manifest["time_unit"])
 
     def user_indices(self, raw_ids: np.ndarray | list[int]) -> np.ndarray:
@@ -302,9 +306,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
                 f"{folder} is missing, but {stranded[-1]} is there: a replacement was cut off between its two renames. "
                 f"Rename it back: `mv {stranded[-1]} {folder}`."
             ) from None
-        raise InputError(
-            f"{folder} is not a prepared store: {path} does not exist. {_mend(folder)}"
-        ) from None
+        raise InputError(f"{folder} is not a prepared store: {path} does not exist. {_mend(folder)}") from None
     except ValueError as error:
         raise InputError(f"{path} is not readable JSON ({error}). {_mend(folder)}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

@@ -4,9 +4,9 @@
 
 with t the times of the keys and s those of the queries, usually the same.
 
-(HSTU, Zhai et al. 2024; TurboGR section 4.1.1.) Rows never see each other; nothing depends on the longest row of the batch;
-no dense [S, S] tensor outlives one chunk of one row, forward or backward. The call is the contract: the plain PyTorch
-implementation in `reference/` answers it today.
+(HSTU, Zhai et al. 2024; TurboGR section 4.1.1.) Rows never see each other; nothing depends on the longest row of the
+batch; no dense [S, S] tensor outlives one chunk of one row, forward or backward. The call is the contract: the plain
+PyTorch implementation in `reference/` answers it today.
 
 Letters: T tokens, B rows, H heads, D query/key dim, E value dim.
 """
@@ -36,7 +36,9 @@ def _forward(
     time_bias: Tensor | None,
     position_bias: Tensor | None,
 ) -> Tensor:
-    return reference.forward(q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)
+    return reference.forward(
+        q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias
+    )
 
 
 @_forward.register_fake
@@ -142,9 +144,9 @@ def hstu_attention(
         alpha: factor of the products, usually D ** -0.5.
         scale: factor of the activated scores, usually 1 / the longest sequence of the model (never of the batch).
         causal: a token sees itself and what stands before it; False: its whole row.
-        timestamps: [T] int64, needed with `time_bias` (seconds in the published models).
+        timestamps: [T] int64 or int32, needed with `time_bias` (seconds in the published models).
         time_bias: [buckets] or [H, buckets], by the bucket of the time gap (see relative_bias.time_buckets).
-        query_timestamps: [T] int64, the time at which each query stands; None: that of its own event. Both published
+        query_timestamps: [T] int64 or int32, the time at which each query stands; None: that of its own event. Both published
             conventions are one call away (see relative_bias.query_times).
         position_bias: [N] or [H, N], by i - j, larger gaps taking the last entry; causal only.
 
@@ -158,6 +160,8 @@ def hstu_attention(
         raise ValueError(
             f"q and k must be [T, H, D], v [T, H, E]; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k and v must be of one floating-point type, got {q.dtype}, {k.dtype} and {v.dtype}")
     check_offsets(offsets, q.shape[0])
     _check_bias("time_bias", time_bias, q.shape[1])
     _check_bias("position_bias", position_bias, q.shape[1])
@@ -168,7 +172,8 @@ def hstu_attention(
     else:
         query_timestamps = timestamps if query_timestamps is None else query_timestamps
         for name, times in (("timestamps", timestamps), ("query_timestamps", query_timestamps)):
-            if times is None or times.shape != q.shape[:1] or times.is_floating_point():
+            good = times is not None and times.shape == q.shape[:1] and times.dtype in (torch.int32, torch.int64)
+            if not good:
                 got = None if times is None else (tuple(times.shape), times.dtype)
                 raise ValueError(f"time_bias needs integer {name} [T] with T = {q.shape[0]}, got {got}")
     return _forward(q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)

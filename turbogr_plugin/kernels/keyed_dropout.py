@@ -41,7 +41,7 @@ def keep_mask(key: DropoutKey, layer: int, width: int, p: float) -> Tensor:
     lanes = torch.arange(blocks, device=key.samples.device)
     rows = max(1, _CHUNK // max(1, width))
     masks = []
-    for samples, places in zip(key.samples.split(rows), key.positions.split(rows)):
+    for samples, places in zip(key.samples.split(rows), key.positions.split(rows), strict=True):
         words = keyed_words(
             Purpose.DROPOUT,
             seed=key.seed,

@@ -18,7 +18,6 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_MAX_SAMPLE = 1 << 56
 
 
 class Purpose(enum.IntEnum):
@@ -51,7 +50,21 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3))
 
 
-def keyed_words(purpose: Purpose, *, seed: int, step: int, samples: Tensor, lanes: Tensor | int, blocks: Tensor) -> Tensor:
+def _check_range(name: str, values: Tensor | int, bits: int) -> None:
+    """A value that does not fit its bits would draw the numbers of another one."""
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu" or values.numel() == 0:  # reading the values would wait for a device
+            return
+        low, high = (int(bound) for bound in values.aminmax())
+    else:
+        low = high = values
+    if low < 0 or high >= 1 << bits:
+        raise ValueError(f"{name} must be in [0, 2^{bits}), got {low} to {high}")
+
+
+def keyed_words(
+    purpose: Purpose, *, seed: int, step: int, samples: Tensor, lanes: Tensor | int, blocks: Tensor
+) -> Tensor:
     """Four random 32-bit words for each (sample, lane, block).
 
     Args:
@@ -64,12 +77,16 @@ def keyed_words(purpose: Purpose, *, seed: int, step: int, samples: Tensor, lane
 
     Returns:
         int64 [4, *broadcast shape of samples, lanes and blocks], values in [0, 2^32).
+
+    Raises:
+        ValueError: a seed, step or lane out of range, or (looked at on CPU only) a sample id or block.
     """
     for name, value in (("seed", seed), ("step", step)):
         if not 0 <= value <= _MASK:
             raise ValueError(f"{name} must be in [0, 2^32), got {value}")
-    if samples.device.type == "cpu" and samples.numel() and not 0 <= int(samples.min()) <= int(samples.max()) < _MAX_SAMPLE:
-        raise ValueError(f"sample ids must be in [0, 2^56), got {int(samples.min())} to {int(samples.max())}")
+    _check_range("sample ids", samples, 56)
+    _check_range("blocks", blocks, 32)
+    _check_range("lanes", lanes, 32)
     lane = lanes if isinstance(lanes, Tensor) else torch.full_like(samples, lanes)
     high = (samples >> 32) | (int(purpose) << 24)
     return philox4x32((blocks, lane, samples & _MASK, high), (seed, step))

@@ -1,7 +1,7 @@
 """The jagged layout: lengths, offsets, row numbers and positions.
 
-A jagged tensor is `values [T, ...]` with `offsets [B + 1]`; row b is `values[offsets[b] : offsets[b + 1]]`. Zero rows and
-rows of zero length are legal everywhere.
+A jagged tensor is `values [T, ...]` with `offsets [B + 1]`; row b is `values[offsets[b] : offsets[b + 1]]`. Zero rows
+and rows of zero length are legal everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
 
 
 def row_ids(offsets: Tensor, total: int) -> Tensor:
-    """The row of each value: [total] int64, `total` being `offsets[-1]` (passed in, so that no device is waited for)."""
+    """The row of each value: [total] int64. `total` is `offsets[-1]`, passed in so that no device is waited for."""
     rows = torch.arange(offsets.numel() - 1, device=offsets.device)
     return torch.repeat_interleave(rows, offsets.diff(), output_size=total)
 

@@ -6,7 +6,7 @@ events, one by their distance in the sequence. Both publish a logarithmic bucket
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -37,7 +37,12 @@ def query_times(timestamps: Tensor, offsets: Tensor, convention: QueryTime) -> T
     "own": the time of its own event, so that nothing about the next one is known. "next": the time of the next event of
     its row, as in the published training code, where the request time of the prediction is known; the last token of a
     row, which has no next event, keeps its own.
+
+    Raises:
+        ValueError: another convention.
     """
+    if convention not in get_args(QueryTime):
+        raise ValueError(f"convention must be one of {get_args(QueryTime)}, got {convention!r}")
     if convention == "own" or timestamps.numel() == 0:
         return timestamps
     shifted = torch.cat([timestamps[1:], timestamps[-1:]])

@@ -51,7 +51,7 @@ class HSTUConfig:
     position_bias: bool = True
     "Whether attention has a relative position bias."
     query_time: QueryTime = "own"
-    "own: a query stands at the time of its own event; next: at that of the next one, as where the request time is known."
+    "own: a query stands at the time of its own event; next: at that of the next one, where the request time is known."
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:

@@ -1,7 +1,7 @@
 """Sequential retrieval: TorchRec item embeddings, a sequence encoder, and the sampled-softmax loss.
 
-The item table is a torchrec.EmbeddingCollection with two features, the sequence and its negatives, so that TorchRec shards
-it, looks it up and fuses its optimizer. All that follows the lookup is one leaf module for TorchRec's pipelines.
+The item table is a torchrec.EmbeddingCollection with two features, the sequence and its negatives, so that TorchRec
+shards it, looks it up and fuses its optimizer. All that follows the lookup is one leaf module for TorchRec's pipelines.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from turbogr_plugin.errors import InputError
 from turbogr_plugin.data.batch import ITEM, NEGATIVE, SequenceBatch
+from turbogr_plugin.errors import InputError
 from turbogr_plugin.kernels.keyed_dropout import DropoutKey
 from turbogr_plugin.kernels.offsets import lengths_to_offsets, positions, row_ids
 from turbogr_plugin.kernels.relative_bias import query_times
@@ -57,16 +57,20 @@ class RetrievalHead(nn.Module):
         self._query_time = config.query_time
 
     def forward(self, embeddings: dict[str, JaggedTensor], batch: SequenceBatch) -> Tensor:
-        """Sum of the loss over this rank's targets (training), or the query of each sample's last token [B, D]."""
+        """Sum of the loss over this rank's targets (training), or the query of each sample's last token [B, D].
+
+        A sample without tokens has no last one: its query is zero.
+        """
         items = embeddings[ITEM].values()
         if self.training:
             return self._loss_sum(items, embeddings[NEGATIVE].values(), batch)
         at = query_times(batch.times, batch.offsets, self._query_time)
         places = positions(batch.offsets, batch.tokens)
         encoded = self._encode(items, places, JaggedSequence(batch.offsets, batch.times, at, dropout_key=None))
-        last = (batch.offsets[1:] - 1).clamp(min=0)
-        queries = encoded[last] if batch.tokens else encoded.new_zeros(last.numel(), items.shape[1])
-        return self._unit(queries)
+        if batch.tokens == 0:
+            return self._unit(encoded.new_zeros(batch.offsets.numel() - 1, items.shape[1]))
+        last, empty = (batch.offsets[1:] - 1).clamp(min=0), batch.offsets.diff() == 0
+        return self._unit(encoded[last].masked_fill(empty[:, None], 0))
 
     def _encode(self, items: Tensor, places: Tensor, sequence: JaggedSequence) -> Tensor:
         with torch.autocast(items.device.type, self._precision, enabled=self._precision != torch.float32):
@@ -102,8 +106,8 @@ class RetrievalHead(nn.Module):
 class SequentialRetriever(nn.Module):
     """Next-item retrieval over sequences of items.
 
-    In training mode forward gives the sum of the loss over the batch's targets; in evaluation mode the query vectors [B, D],
-    whose products with the (normalised) item rows are the scores.
+    In training mode forward gives the sum of the loss over the batch's targets; in evaluation mode the query vectors
+    [B, D], whose products with the (normalised) item rows are the scores.
     """
 
     def __init__(
@@ -140,5 +144,6 @@ class SequentialRetriever(nn.Module):
         self.head = RetrievalHead(config, loss, sharing, precision)
 
     def forward(self, batch: SequenceBatch) -> Tensor:
+        """See the class."""
         result: Tensor = self.head(self.item_embeddings(batch.features), batch)
         return result

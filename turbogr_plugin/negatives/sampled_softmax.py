@@ -1,6 +1,6 @@
 """Sampled softmax with temperature: each target against its negatives, summed over the targets.
 
-    loss = sum over targets t of  -log( exp(o_t . e_t / tau) / (exp(o_t . e_t / tau) + sum over n of exp(o_t . e_n / tau)) )
+    loss = sum over targets t of  -log( exp(s_t) / (exp(s_t) + sum over n of exp(s_n)) )  with  s_x = o_t . e_x / tau
 
 A negative that is the target itself is left out of the sum. Ids are compared as int64: float32 would confuse ids above
 2^24. The sum, not the mean, is returned: the caller divides by the count of valid targets of the global batch.
@@ -56,27 +56,30 @@ def sampled_softmax(
     groups = total if sharing == "none" else int((target_lengths > 0).sum())
     if targets.shape != queries.shape or negatives.shape[0] != negative_ids.numel() or target_ids.numel() != total:
         raise ValueError(
-            f"queries {tuple(queries.shape)}, targets {tuple(targets.shape)} and {target_ids.numel()} target ids must agree, "
-            f"and negatives {tuple(negatives.shape)} with {negative_ids.numel()} negative ids"
+            f"queries {tuple(queries.shape)}, targets {tuple(targets.shape)} and {target_ids.numel()} target ids must "
+            f"agree, and negatives {tuple(negatives.shape)} with {negative_ids.numel()} negative ids"
         )
-    if groups == 0:
-        return (queries.sum() + targets.sum() + negatives.sum()) * 0
-    if negatives.shape[0] % groups:
+    if negatives.shape[0] % max(groups, 1) or (groups == 0 and negatives.shape[0]):
         raise ValueError(f"{negatives.shape[0]} negatives do not divide over {groups} groups of targets")
-    count = negatives.shape[0] // groups
     work = torch.float64 if queries.dtype == torch.float64 else torch.float32
     queries, targets, negatives = queries.to(work), targets.to(work), negatives.to(work)
+    if groups == 0:
+        return (queries.sum() + targets.sum() + negatives.sum()) * 0
+    count = negatives.shape[0] // groups
     positive = (queries * targets).sum(1, keepdim=True)
     if sharing == "none":
         logits = torch.einsum("td,trd->tr", queries, negatives.view(total, count, -1))
         logits = logits.masked_fill(target_ids[:, None] == negative_ids.view(total, count), float("-inf"))
     else:
         lengths = target_lengths[target_lengths > 0].tolist()
+        if sum(lengths) != total:
+            raise ValueError(f"target_lengths must add up to the {total} targets, got {sum(lengths)}")
         rows = zip(
             queries.split(lengths),
             negatives.split(count),
             target_ids.split(lengths),
             negative_ids.split(count),
+            strict=True,
         )
         logits = torch.cat([_shared_logits(*row) for row in rows])
     both = torch.cat([positive, logits], 1) / temperature

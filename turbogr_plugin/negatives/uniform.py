@@ -26,7 +26,7 @@ class NegativesConfig:
     count: int = 128
     "Negatives for each target."
     sharing: NegativeSharing = "none"
-    "none: each target has its own. sequence: the targets of a sequence share theirs, so that far fewer rows are looked up."
+    "none: each target has its own. sequence: the targets of a sequence share theirs; far fewer rows are looked up."
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -62,7 +62,7 @@ def uniform_negatives(
         owners = samples[has_target]
         lanes = torch.zeros_like(owners)
         lengths = has_target * config.count
-    blocks = torch.arange(-(-config.count // 2))
+    blocks = torch.arange(-(-config.count // 2), device=samples.device)
     words = keyed_words(
         Purpose.NEGATIVES, seed=seed, step=epoch, samples=owners[:, None], lanes=lanes[:, None], blocks=blocks
     )

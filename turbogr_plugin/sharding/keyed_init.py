@@ -1,7 +1,7 @@
 """Initial values of sharded tables that do not depend on how they are sharded.
 
-TorchRec initialises each shard on its rank, so that another plan or number of ranks starts from other weights. Here each
-element is a function of (seed, table, row, column): any shard of any plan holds the same values.
+TorchRec initialises each shard on its rank, so that another plan or number of ranks starts from other weights. Here
+each element is a function of (seed, table, row, column): any shard of any plan holds the same values.
 """
 
 from __future__ import annotations

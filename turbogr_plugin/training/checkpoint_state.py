@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,11 +73,12 @@ def type_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype | None, tuple[int,
     """Element type (None where this rank holds nothing) and global shape."""
     local: list[torch.Tensor] = [tensor]
     if isinstance(tensor, ShardedTensor):
-        local = [shard.tensor for shard in tensor.local_shards()]
-    elif isinstance(tensor, DTensor):
-        shards = tensor.to_local()
+        shards = [shard.tensor for shard in tensor.local_shards()]
+        return (shards[0].dtype if shards else None), tuple(tensor.metadata().size)
+    if isinstance(tensor, DTensor):
+        inner = tensor.to_local()
         # TorchRec keeps several shards of a rank in one wrapper, which has no element type of its own.
-        local = shards.local_shards() if hasattr(shards, "local_shards") else [shards]
+        local = inner.local_shards() if hasattr(inner, "local_shards") else [inner]
     return (local[0].dtype if local else None), tuple(tensor.size())
 
 
@@ -139,7 +141,9 @@ def initialize_optimizer_state(optimizer: KeyedOptimizer) -> None:
         for _, part in optimizer.optimizers:
             initialize_optimizer_state(part)
         return
-    missing = [p for p in optimizer.params.values() if p.requires_grad and p not in optimizer.state]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        missing = [p for p in optimizer.params.values() if p.requires_grad and p not in optimizer.state]
     if not missing:
         return
     values = [p.detach().clone() for p in missing]

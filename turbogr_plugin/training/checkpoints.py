@@ -350,6 +350,7 @@ class _Attempt:
         """Turn DCP's report of failed ranks, which every rank gets, into our errors."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
             try:
                 yield
             except CheckpointException as report:

@@ -2,7 +2,8 @@
 
     turbogr train --config run.yaml --training.epochs 3 --model.size small
 
-Unknown keys and values of another type are errors (jsonargparse). Each section is the config of the component that reads it.
+Unknown keys and values of another type are errors (jsonargparse). Each section is the config of the component that
+reads it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from turbogr_plugin.errors import InputError
 from turbogr_plugin.data.prepare import PrepareConfig
+from turbogr_plugin.errors import InputError
 from turbogr_plugin.models.hstu import HSTUConfig
 from turbogr_plugin.models.retrieval import LossConfig
 from turbogr_plugin.negatives.uniform import NegativesConfig

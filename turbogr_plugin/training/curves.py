@@ -32,10 +32,13 @@ def draw_curves(folder: Path) -> Path:
     for name, colour in (("ndcg@10", "#08519c"), ("hr@10", "#a63603")):
         values = [(record["epoch"], record["filtered"][name]) for record in validations]
         if values:
-            right.plot(*zip(*values), color=colour, linewidth=1.6, marker="o", markersize=3, label=name.upper())
+            x, y = np.array(values).T
+            right.plot(x, y, color=colour, linewidth=1.6, marker="o", markersize=3, label=name.upper())
     if validations:
         best = max(validations, key=lambda record: record["filtered"]["ndcg@10"])
-        right.axvline(best["epoch"], color="#999999", linewidth=0.8, linestyle="--", label=f"best, epoch {best['epoch']}")
+        right.axvline(
+            best["epoch"], color="#999999", linewidth=0.8, linestyle="--", label=f"best, epoch {best['epoch']}"
+        )
         right.legend(frameon=False)
         right.set_ylim(bottom=0)
     right.set(xlabel="epoch", title="Validation, seen items filtered")

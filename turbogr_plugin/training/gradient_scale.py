@@ -1,9 +1,9 @@
 """The one place that sets the scale of the loss and of every gradient.
 
-The loss of a step is the sum over all valid targets of all ranks divided by their global count. Each rank computes its
-own sum over that count, and gradients are summed over ranks: those of tables because TorchRec's division by the world size
-is switched off, those of dense parameters because DDP's averaging is replaced by a sum. Every parameter then receives
-exactly the gradient of the one global loss, however samples are spread; a rank without a target adds zero.
+The loss of a step is the sum over all valid targets of all ranks divided by their global count. Each rank computes
+its own sum over that count, and gradients are summed over ranks: those of tables because TorchRec's division by the
+world size is switched off, those of dense parameters because DDP's averaging is replaced by a sum. Every parameter
+then receives exactly the gradient of the one global loss, however samples are spread; a rank without a target adds zero.
 """
 
 # No `from __future__ import annotations` here: DDP checks a hook's annotations as objects (torch/nn/parallel/distributed.py,
@@ -57,7 +57,15 @@ class GlobalCount(nn.Module):
         self._group = group
 
     def forward(self, count: int, like: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """count: targets of this rank; like: any tensor on the device of the sum. Returns the sum and what to wait for."""
+        """Starts the sum.
+
+        Args:
+            count: targets of this rank.
+            like: any tensor on the device of the sum.
+
+        Returns:
+            float64 scalar, the sum once the work beside it is done (None: it is done).
+        """
         total = torch.tensor(float(count), dtype=torch.float64, device=like.device)
         if self._group.size() == 1:
             return total, None

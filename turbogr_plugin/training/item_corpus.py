@@ -60,7 +60,8 @@ def local_item_rows(
             f"the item table's state is a {type(entry).__name__}; a ShardedTensor or a plain Tensor is expected "
             f"(build the sharding environment with output_dtensor=False)"
         )
-    size = list(entry.size())
+    # Not entry.size(): on a ShardedTensor it goes through a deprecated dispatch that warns.
+    size = list(entry.metadata().size if isinstance(entry, ShardedTensor) else entry.size())
     if len(size) != 2 or size[0] != num_items:
         raise InputError(
             f"the item table has shape {size}, the corpus has {num_items} items: the model belongs to another store; "

@@ -1,7 +1,7 @@
 """The two optimizers of a run: row-wise Adagrad fused into the tables' backward, AdamW for the dense part.
 
-Both are TorchRec's own, each under a linear warm-up; the dense gradients are clipped by their norm. The update of a table
-happens in backward, before any norm could be known, so table gradients are not clipped.
+Both are TorchRec's own, each under a linear warm-up; the dense gradients are clipped by their norm. The update of a
+table happens in backward, before any norm could be known, so table gradients are not clipped.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class OptimizerConfig:
 
 def fuse_table_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
     """Marks table parameters for row-wise Adagrad in backward; call before the model is sharded."""
-    apply_optimizer_in_backward(
-        RowWiseAdagrad, parameters, {"lr": config.table_learning_rate, "eps": config.table_eps}
-    )
+    apply_optimizer_in_backward(RowWiseAdagrad, parameters, {"lr": config.table_learning_rate, "eps": config.table_eps})
 
 
 def _warmed_up(optimizer: KeyedOptimizer, learning_rate: float, steps: int, name: str) -> WarmupOptimizer:

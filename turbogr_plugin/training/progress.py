@@ -24,19 +24,22 @@ class Progress:
         total: steps of the whole run.
         done: steps done before, when resuming.
         steps_per_epoch: to tell the epoch.
-        stream: where to write; a terminal gets a bar.
+        stream: where to write, standard error by default; a terminal gets a bar.
         interval: seconds between plain lines.
     """
 
     def __init__(
-        self, total: int, *, done: int, steps_per_epoch: int, stream: TextIO = sys.stderr, interval: float = _INTERVAL
+        self, total: int, *, done: int, steps_per_epoch: int, stream: TextIO | None = None, interval: float = _INTERVAL
     ) -> None:
+        stream = sys.stderr if stream is None else stream
         self._total, self._first, self._steps_per_epoch = total, done, steps_per_epoch
         self._stream, self._interval = stream, interval
         self._start = self._last_line = time.monotonic()
         self._tokens = 0
         self._loss = float("nan")
-        self._bar = tqdm(total=total, initial=done, unit="step", file=stream, smoothing=0.05) if stream.isatty() else None
+        self._bar = (
+            tqdm(total=total, initial=done, unit="step", file=stream, smoothing=0.05) if stream.isatty() else None
+        )
 
     def report(self, step: int, loss: float, tokens: int) -> None:
         """Tells where training stands: steps done, the latest loss, and the tokens since the last report."""

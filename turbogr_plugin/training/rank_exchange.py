@@ -65,7 +65,7 @@ class RankExchange:
         failed = [rank for rank, row in enumerate(table) if row[0]]
         if not failed:
             return [row[1:] for row in table]
-        text = bytes(f"{type(error).__name__}: {error}", "utf-8") if error is not None else b""
+        text = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace") if error is not None else b""
         sent = self.gather_rows(torch.tensor(list(text), dtype=torch.uint8, device=self.device))
         if error is not None:
             raise error

@@ -42,21 +42,17 @@ class SeenItems:
     Args:
         values: [T] int64 item indices, jagged; repeats within a query count once.
         offsets: [Q + 1] int64.
-        keep: [Q] int64, an item per query that the filter leaves alone (the target); None removes every seen item.
 
     Raises:
         ValueError: the jagged layout is broken.
     """
 
-    def __init__(self, values: Tensor, offsets: Tensor, *, keep: Tensor | None = None) -> None:
+    def __init__(self, values: Tensor, offsets: Tensor) -> None:
         num_queries = offsets.numel() - 1
         check_jagged(values, offsets, num_queries, name="seen")
         queries = torch.repeat_interleave(
             torch.arange(num_queries, device=values.device), offsets.diff(), output_size=values.numel()
         )
-        if keep is not None:
-            removed = values != keep[queries]
-            queries, values = queries[removed], values[removed]
         # Queries ascend already, so a stable sort by item orders the pairs by (item, query) and repeats stand side by
         # side. (A key item * Q + query could overflow; torch.unique over pairs takes seconds at a million.)
         items, order = torch.sort(values, stable=True)
@@ -100,7 +96,7 @@ class TargetRankCounter:
         check_jagged(seen_values, seen_offsets, targets.numel(), name="seen")
         self._targets = targets
         self._target_scores = target_scores
-        self._seen = SeenItems(seen_values, seen_offsets, keep=targets)
+        self._seen = SeenItems(seen_values, seen_offsets)
         num_queries = targets.numel()
         #: [2 Q + 1] int64: items before the target, seen items before the target, NaN scores met. Sums over shards.
         self.partial_counts: Tensor = torch.zeros(2 * num_queries + 1, dtype=torch.int64, device=targets.device)
@@ -131,6 +127,7 @@ class TargetRankCounter:
         smaller_index = items < self._targets.unsqueeze(1)
         before = torch.where(smaller_index, scores >= target_scores, scores > target_scores)
         self._before += before.sum(dim=1)
+        # A target in its own history needs no exception: it never ranks before itself.
         seen_rows, seen_columns = self._seen.in_chunk(first_item, num_items)
         self._seen_before.index_add_(0, seen_rows, before[seen_rows, seen_columns].to(torch.int64))
         self._nan += scores.isnan().sum()

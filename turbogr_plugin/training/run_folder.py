@@ -8,6 +8,8 @@
     curves.png          loss and validation metrics
     tensorboard/        the same as event files
     checkpoints/        see training/checkpoints.py
+
+A resumed run drops the records after its checkpoint and appends to the rest.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class RunFolder:
         self._train.flush()
 
     def log_validation(self, record: dict[str, Any]) -> None:
-        """Appends a validation and draws the curves anew."""
+        """Appends a validation."""
         self._validation.write(json.dumps(record) + "\n")
         self._validation.flush()
         for name, value in record["filtered"].items():

@@ -7,6 +7,7 @@ directions. Row lengths are read on the host: this is the oracle and the fallbac
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _CHUNK_ELEMENTS = 1 << 22  # scores of one chunk, all heads: 16 MiB in float32
 def _chunks(offsets: Tensor, heads: int, causal: bool) -> Iterator[tuple[slice, slice, int, int]]:
     """(query rows, key rows, first query position, number of keys) of each chunk."""
     bounds = offsets.tolist()
-    for start, end in zip(bounds, bounds[1:]):
+    for start, end in pairwise(bounds):
         length = end - start
         if length == 0:
             continue
