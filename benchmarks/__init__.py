@@ -1,1 +1,1 @@
-"""Benchmarks: one module per claim, run as `python -m benchmarks.NAME [--json]`."""
+"""One module per claim, run as `python -m benchmarks.NAME [--json]`; all through `benchmarks.harness`."""

@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -33,6 +30,7 @@ import numpy as np
 import torch
 import yaml
 
+from benchmarks import harness
 from benchmarks.baselines import sasrec_ranks
 from benchmarks.baselines.sasrec_ranks import SasrecRanks
 from turbogr_plugin.data.store import InteractionStore
@@ -42,7 +40,6 @@ from turbogr_plugin.training.metrics import ranking_metrics, user_metrics
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "ml-100k.yaml"
 RANKS = 2
-VERSIONED = ("turbogr-plugin", "torch", "torchrec", "fbgemm-gpu-cpu", "numpy")
 BOOTSTRAP_SEED = 20240601
 BOOTSTRAP_SAMPLES = 10_000
 
@@ -214,14 +211,6 @@ def result(baseline: SasrecRanks, runs: list[HstuRun]) -> dict[str, Any]:
         "data_sha256": record["data_sha256"],
         "bootstrap_seed": BOOTSTRAP_SEED,
         "bootstrap_samples": BOOTSTRAP_SAMPLES,
-        "versions": {name: importlib.metadata.version(name) for name in VERSIONED}
-        | {"python": platform.python_version()},
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "system": platform.system(),
-            "arch": platform.machine(),
-        },
     }
     for which in FILTERS:
         per_seed = [ranking_metrics(torch.from_numpy(getattr(run, which))) for run in runs]
@@ -265,18 +254,10 @@ def table(values: dict[str, Any]) -> str:
         f"of {values['hstu_epochs']}, seconds {values['hstu_seconds']}",
         f"difference: mean over HSTU's seeds minus SASRec; paired bootstrap over users, "
         f"{values['bootstrap_samples']} samples, seed {values['bootstrap_seed']}",
-        f"recorded on: {values['sasrec_machine']}, {values['sasrec_versions']}",
-        f"this machine: {values['machine']}, {values['versions']}",
+        f"SASRec was trained on {values['sasrec_machine']['cpu']}, {values['sasrec_machine']['threads']} threads, with "
+        + ", ".join(f"{name} {version}" for name, version in values["sasrec_versions"].items()),
     ]
     return "\n".join(lines)
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux tells it, else what Python knows."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -337,8 +318,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(table(values))
-    if options.json:
-        print(json.dumps(values))
+    # Ranks do not depend on the machine's speed, so no drift is sampled.
+    harness.finish(values, drift=None, as_json=options.json)
     return 0
 
 

@@ -6,8 +6,12 @@ the commands.
 
 from __future__ import annotations
 
+import argparse
 import errno
+import json
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +26,24 @@ if TYPE_CHECKING:
 
 Command = Callable[[Sequence[str]], None]
 
+# What a path or a disk can do to any command. Other errors of the system are faults of ours and keep their traceback.
+_MENDABLE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+)
+
 
 def _parser(command: str, description: str | None) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog=f"turbogr {command}", description=description)
+    parser = ArgumentParser(prog=f"turbogr {command}", description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file with the options below; later options override it")
     return parser
 
@@ -45,7 +63,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     parser.add_argument("--feedback", type=str, nargs="*", help="Columns of which one must be positive (kuairand)")
     parser.add_class_arguments(PrepareConfig, None, fail_untyped=True, skip={"inputs", "feedback"})
     namespace = parser.parse_args(arguments)
-    values = {key: value for key, value in vars(namespace).items() if key not in ("config", "output")}
+    values = {key: value for key, value in namespace.as_dict().items() if key not in ("config", "output")}
     if values["feedback"] is None:
         del values["feedback"]
     report = prepare(PrepareConfig(**values), Path(namespace.output), progress=_say)
@@ -54,15 +72,15 @@ def _prepare(arguments: Sequence[str]) -> None:
 
 def _synthesize(arguments: Sequence[str]) -> None:
     """Write KuaiRand-format logs of any size, with the published distributions and a learnable structure."""
-    from turbogr_plugin.data.synthetic import SyntheticConfig, generate
+    from turbogr_plugin.data.synthetic import generate
 
     parser = _parser("synthesize", _synthesize.__doc__)
-    parser.add_argument("--output", type=str, required=True, help="Folder of the log files")
-    parser.add_class_arguments(SyntheticConfig, None, fail_untyped=True)
+    parser.add_function_arguments(generate, None, fail_untyped=True, skip={"progress"})
     namespace = parser.parse_args(arguments)
-    values = {key: value for key, value in vars(namespace).items() if key not in ("config", "output")}
-    for path in generate(SyntheticConfig(**values), Path(namespace.output)):
-        print(path)
+    values = {key: value for key, value in namespace.as_dict().items() if key != "config"}
+    logs = generate(**values, progress=_say)
+    print(f"{logs.rows:,} rows of {logs.users:,} users and {logs.items:,} items in {len(logs.files)} files:")
+    print("\n".join(map(str, logs.files)))
 
 
 def _run_config_parser(command: str, description: str | None) -> ArgumentParser:
@@ -86,11 +104,10 @@ def _train(arguments: Sequence[str]) -> None:
     parser.add_argument("--resume", type=bool, default=False, nargs="?", const=True, help="Go on from the latest checkpoint")
     namespace = parser.parse_args(arguments)
     config = _run_config(parser, namespace, own=["resume"])
-    resolved = parser.dump(namespace.clone(), skip_none=False)
 
     from turbogr_plugin.training.jobs import train
 
-    summary = train(config, resolved, resume=namespace.resume)
+    summary = train(config, resume=namespace.resume)
     if summary is not None:
         print("\n".join(_metric_lines("test", summary["test"])), flush=True)
         print(f"run folder: {config.output}", flush=True)
@@ -98,7 +115,7 @@ def _train(arguments: Sequence[str]) -> None:
 
 def _saved_run(command: str, description: str | None, arguments: Sequence[str]) -> tuple[RunConfig, Namespace]:
     """The configuration of a finished run, and the options of a command that uses it."""
-    run = ArgumentParser(prog=f"turbogr {command}", description=description)
+    run = ArgumentParser(prog=f"turbogr {command}", description=description, exit_on_error=False)
     run.add_argument("--run", type=str, required=True, help="Run folder")
     run.add_argument("--checkpoint", type=str, default="best", help='"best", "latest" or the name of a checkpoint folder')
     run.add_argument("--store", type=str, help="Store to use instead of the one the run was trained on")
@@ -110,8 +127,7 @@ def _saved_run(command: str, description: str | None, arguments: Sequence[str]) 
     if not saved.is_file():
         raise InputError(f"{saved} is missing: --run must be a folder that `turbogr train` has written")
     parser = _run_config_parser(command, None)
-    parser.add_argument("--resume", type=bool, default=False)
-    config = _run_config(parser, parser.parse_args([f"--config={saved}"]), own=["resume"])
+    config = _run_config(parser, parser.parse_args([f"--config={saved}"]), own=[])
     config.output = namespace.run
     if namespace.store is not None:
         config.data.store = namespace.store
@@ -141,7 +157,7 @@ def _info(arguments: Sequence[str]) -> None:
     """Describe a store or a run folder; without one, the versions of what is installed."""
     from turbogr_plugin import info
 
-    parser = ArgumentParser(prog="turbogr info", description=_info.__doc__)
+    parser = ArgumentParser(prog="turbogr info", description=_info.__doc__, exit_on_error=False)
     parser.add_argument("path", type=str, nargs="?", help="A store or a run folder")
     namespace = parser.parse_args(arguments)
     print("\n".join(info.describe(Path(namespace.path)) if namespace.path else info.versions()))
@@ -171,6 +187,21 @@ def _usage() -> str:
     return f"usage: turbogr COMMAND [options]\n\n{listed}\n\n`turbogr COMMAND --help` shows the options of a command."
 
 
+def _refuse(message: str) -> int:
+    """Says what the user can mend; returns the exit code.
+
+    Ranks refuse bad input together, so rank 0 speaks for all. torchrun ends its report with what a failed rank has left in
+    the file that TORCHELASTIC_ERROR_FILE names: the message, there, comes last, also that of a rank that fails alone.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    if not error_file or os.environ.get("RANK", "0") == "0":
+        _say(message)
+    return 2
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -186,13 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         COMMANDS[given[0]](given[1:])
     except InputError as error:
-        _say(f"turbogr {given[0]}: {error}")
-        return 2
+        return _refuse(f"turbogr {given[0]}: {error}")
+    except argparse.ArgumentError as error:
+        return _refuse(f"turbogr {given[0]}: {error}. `turbogr {given[0]} --help` shows the options.")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if error.errno not in _MENDABLE:
             raise
-        _say(f"turbogr {given[0]}: {error.strerror}: {error.filename or 'the output'}")
-        return 2
+        return _refuse(f"turbogr {given[0]}: {error.strerror}: {error.filename or 'the output'}")
     return 0
 
 

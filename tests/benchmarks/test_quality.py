@@ -31,7 +31,7 @@ def make_record(**changes: Any) -> dict[str, Any]:
     values |= {
         "config": {"MAX_ITEM_LIST_LENGTH": 50, "seed": 2020},
         "versions": {"recbole": "1.2.1"},
-        "machine": {"cpu": "some"},
+        "machine": {"cpu": "some", "threads": 2},
         "complete": True,
     }
     return values | changes
@@ -123,6 +123,30 @@ def test_table_names_what_was_compared_and_says_when_the_baseline_is_not_complet
     assert f"seed {quality.BOOTSTRAP_SEED}" in text
     assert "NOT COMPLETE" not in text
     assert "NOT COMPLETE" in quality.table(quality.result(baseline([1], complete=False), [hstu_run([1])]))
+
+
+def test_json_is_the_last_line_and_holds_the_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(SasrecRanks, "read", lambda: baseline([1, 20]))
+    monkeypatch.setattr(quality, "read_run", lambda folder, _: hstu_run([1, 2], int(folder.name)))
+    assert quality.main(["--json", "--runs", "0", "1", "2"]) == 0
+    values = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert values["hstu_minus_sasrec_hr10"] == 0.5
+    assert values["hstu_minus_sasrec_ndcg10"] == pytest.approx(0.5 / np.log2(3), abs=1e-12)
+    assert values["hstu_seeds"] == [0, 1, 2]
+    assert values["machine"]["versions"]["torch"]
+
+
+def test_input_errors_are_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(SasrecRanks, "read", lambda: baseline([1]))
+    assert quality.main(["--runs", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert quality.main(["--seeds", "0"]) == 2
 
 
 def test_ranks_survive_their_file(tmp_path: Path) -> None:

@@ -293,6 +293,19 @@ def test_no_folder_and_an_empty_folder_hold_no_checkpoint(tmp_path: Path) -> Non
     assert find_checkpoint(tmp_path, "best") is None
 
 
+def test_leftovers_of_every_kind_at_once_are_removed_and_a_former_one_without_successor_returns(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    for kind in ("tmp", "old", "trash"):
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / f".step-00000001.{kind}")
+    _save(tmp_path, 1, name="best")
+    os.rename(tmp_path / "best", tmp_path / ".best.old")
+    _assert_holds(tmp_path, {1}, "best")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".notes.txt").touch()
+    _save(tmp_path, 2)
+    assert _names(tmp_path) == [".notes.txt", "best", "notes", "step-00000001", "step-00000002"]
+
+
 def _in_child(action: Callable[[], None]) -> int:
     """Run `action` in a fork; returns the exit status, negative for a signal."""
     child = os.fork()

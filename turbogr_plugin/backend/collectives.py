@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from turbogr_plugin.errors import InputError
 
@@ -38,7 +39,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
     try:
@@ -48,14 +49,14 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.
 
 
 def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup) -> T | None:
-    """Runs `work` on rank 0 while the others wait; its InputError is raised on every rank.
+    """Runs `work` on rank 0 while the others wait; what a user can mend is raised on every rank.
 
     Returns:
         the result on rank 0, None elsewhere.
 
     Raises:
-        InputError: with rank 0's message, on all ranks alike; other exceptions pass on rank 0 and reach the others as
-            RuntimeError, so that nobody waits for the timeout.
+        InputError: with rank 0's message, on all ranks alike. An OSError passes on rank 0 and reaches the others as
+            InputError, other exceptions as RuntimeError, so that nobody waits for the timeout.
     """
     result: T | None = None
     failure: BaseException | None = None
@@ -64,7 +65,7 @@ def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup) -> T | None:
             result = work()
         except Exception as error:
             failure = error
-    report = [None if failure is None else (isinstance(failure, InputError), f"{failure}")]
+    report = [None if failure is None else (isinstance(failure, (InputError, OSError)), f"{failure}")]
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(report, src=dist.get_global_rank(group, 0), group=group)
     if failure is not None:

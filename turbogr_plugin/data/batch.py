@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ class SequenceBatch(Pipelineable):
     """User sequences of one rank and step.
 
     Attributes:
-        features: keys `item` (T ids) and `negative` (M ids), stride B, int64 dense item indices.
+        features: keys `item` (T ids) and `negative` (M ids), stride B (1, an empty row, where B is 0), int64 dense item
+            indices.
         offsets: [B + 1] int64, layout of the items and of `times`.
         times: [T] int64, seconds.
         sample_ids: [B] int64, dense user indices: what random numbers are keyed by.
@@ -62,10 +64,11 @@ class SequenceBatch(Pipelineable):
         return self.features.values()[self.tokens :]
 
     def _moved(self, move: Callable[[KeyedJaggedTensor | Tensor], KeyedJaggedTensor | Tensor]) -> SequenceBatch:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return SequenceBatch(
-            **{name: move(v) if isinstance(v, (Tensor, KeyedJaggedTensor)) else v for name, v in values.items()}  # type: ignore[arg-type]
-        )
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, (Tensor, KeyedJaggedTensor)):
+                values[name] = move(value)
+        return SequenceBatch(**values)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SequenceBatch:
         """The batch on `device`."""
@@ -80,7 +83,7 @@ class SequenceBatch(Pipelineable):
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (Tensor, KeyedJaggedTensor)):
-                value.record_stream(stream)  # type: ignore[arg-type]
+                value.record_stream(stream)
 
 
 def gather_rows(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -142,11 +145,13 @@ def collate_sequences(
             samples=samples,
             target_offsets=lengths_to_offsets(target_lengths),
         )
+    # A rank without samples looks up one empty row: TorchRec cannot reshape the lengths of a stride of 0 (torchrec
+    # 1.8.0, modules/utils.py, construct_jagged_tensors). Everything else of the batch stays empty.
     features = KeyedJaggedTensor(
         keys=[ITEM, NEGATIVE],
         values=torch.cat([items, negative_ids]),
-        lengths=torch.cat([lengths, negative_lengths]),
-        stride=len(users),
+        lengths=torch.cat([lengths, negative_lengths]) if len(users) else lengths.new_zeros(2),
+        stride=max(1, len(users)),
         length_per_key=[items.numel(), negative_ids.numel()],
     )
     return SequenceBatch(

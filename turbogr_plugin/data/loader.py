@@ -140,8 +140,8 @@ def evaluation_batch(
         store: interactions.
         users: [B] dense user indices, may be empty.
         held: "test": the target is the last interaction, the history all before it, the validation item included;
-            "validation": the target is the one before, the history all before that one; None: no target (-1), the history
-            is everything (for recommending what comes next).
+            "validation": the target is the one before, the history all before that one; None: no target (-1), the
+            history is everything (for recommending what comes next).
         max_length: longest input of the model.
     """
     withheld = {"validation": 2, "test": 1, None: 0}[held]

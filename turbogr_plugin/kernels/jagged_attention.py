@@ -146,8 +146,8 @@ def hstu_attention(
         causal: a token sees itself and what stands before it; False: its whole row.
         timestamps: [T] int64 or int32, needed with `time_bias` (seconds in the published models).
         time_bias: [buckets] or [H, buckets], by the bucket of the time gap (see relative_bias.time_buckets).
-        query_timestamps: [T] int64 or int32, the time at which each query stands; None: that of its own event. Both published
-            conventions are one call away (see relative_bias.query_times).
+        query_timestamps: [T] int64 or int32, the time at which each query stands; None: that of its own event. Both
+            published conventions are one call away (see relative_bias.query_times).
         position_bias: [N] or [H, N], by i - j, larger gaps taking the last entry; causal only.
 
     Returns:

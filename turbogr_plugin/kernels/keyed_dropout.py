@@ -91,5 +91,5 @@ def keyed_dropout(x: Tensor, key: DropoutKey, *, layer: int, p: float) -> Tensor
         )
     if p == 0 or x.numel() == 0:
         return x
-    result: Tensor = _KeyedDropout.apply(x, key, layer, p)  # type: ignore[no-untyped-call]
+    result: Tensor = _KeyedDropout.apply(x, key, layer, p)
     return result

@@ -1,7 +1,7 @@
 """Named model sizes, as the TurboGR paper uses them (its Table 1 and appendix).
 
 The item dimension is also the model dimension; heads are 8 throughout; "long" is large with twice the sequence.
-Dense parameters of an HSTU of these sizes are 5 * D^2 * L apart from norms and bias tables.
+Dense parameters of an HSTU of these sizes are 5 * D^2 * L apart from norms, biases and the position embedding.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import zlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from turbogr_plugin.kernels.keyed_random import Purpose, keyed_words
 

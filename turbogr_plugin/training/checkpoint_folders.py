@@ -61,7 +61,7 @@ def discard(directory: Path, entry: str) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Delete what a killed or failed save left; a former checkpoint that has no successor gets its name back."""
-    for entry in sorted(directory.iterdir()):
+    for entry in sorted(directory.iterdir(), reverse=True):  # of one name the trash first: the others pass through it
         helper = HELPER_NAME.fullmatch(entry.name)
         if helper and helper[2] == "old" and not (directory / helper[1]).exists():
             os.rename(entry, directory / helper[1])

@@ -3,24 +3,26 @@
 The loss of a step is the sum over all valid targets of all ranks divided by their global count. Each rank computes
 its own sum over that count, and gradients are summed over ranks: those of tables because TorchRec's division by the
 world size is switched off, those of dense parameters because DDP's averaging is replaced by a sum. Every parameter
-then receives exactly the gradient of the one global loss, however samples are spread; a rank without a target adds zero.
+then receives exactly the gradient of the one global loss, however samples are spread; a rank without a target adds
+zero.
 """
 
-# No `from __future__ import annotations` here: DDP checks a hook's annotations as objects (torch/nn/parallel/distributed.py,
-# _check_comm_hook).
+# No `from __future__ import annotations` here: DDP checks a hook's annotations as objects
+# (torch/nn/parallel/distributed.py, _check_comm_hook).
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
 
-def _sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None
 

@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from turbogr_plugin.errors import InputError
+from turbogr_plugin.models.retrieval import l2_normalize
 from turbogr_plugin.training.rank_exchange import RankExchange, caught
 
 #: Items per chunk: 64 MB of fp32 scores at 1,024 queries.
@@ -145,7 +146,7 @@ class ItemCorpus:
         with torch.autocast(self.device.type, enabled=False):
             items = rows.float()
             if self._normalize:
-                items = torch.nn.functional.normalize(items, dim=-1)
+                items = l2_normalize(items)
             return queries @ items.T
 
     def _check_local(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+import yaml
 
 from turbogr_plugin.backend.collectives import on_first_rank, process_group
 from turbogr_plugin.backend.current_device import current_device
@@ -19,9 +21,13 @@ from turbogr_plugin.errors import InputError
 from turbogr_plugin.training.checkpoints import find_checkpoint, latest_checkpoint
 from turbogr_plugin.training.config import DataConfig, RunConfig
 from turbogr_plugin.training.evaluation import EvaluationResult
+from turbogr_plugin.training.host_warnings import quiet_host_warnings
 from turbogr_plugin.training.run_folder import write_atomically
 from turbogr_plugin.training.session import Session
 from turbogr_plugin.training.trainer import Trainer
+
+
+_PREPARE_TIMEOUT = timedelta(days=1)
 
 
 def _open_store(config: DataConfig, group: dist.ProcessGroup) -> InteractionStore:
@@ -33,14 +39,19 @@ def _open_store(config: DataConfig, group: dist.ProcessGroup) -> InteractionStor
             print("\n".join(prepare(config.prepare, path).lines()), flush=True)
         InteractionStore.open(path)  # checksums once, not on every rank
 
-    on_first_rank(make, group)
+    # Preparing may take longer than any collective may: the ranks wait for it in a group of their own.
+    waiting = dist.new_group(timeout=_PREPARE_TIMEOUT, backend="gloo") if group.size() > 1 else group
+    on_first_rank(make, waiting)
     return InteractionStore.open(path, verify=False)
 
 
 @contextmanager
 def _session(config: RunConfig) -> Iterator[Session]:
     device = current_device(config.device)
-    with process_group(device, timeout=timedelta(minutes=config.timeout_minutes)) as group:
+    with (
+        quiet_host_warnings(),
+        process_group(device, timeout=timedelta(minutes=config.timeout_minutes)) as group,
+    ):
         yield Session(config, _open_store(config.data, group), group, device)
 
 
@@ -54,17 +65,17 @@ def _load(session: Session, name: str) -> None:
     session.load_model(found)
 
 
-def train(config: RunConfig, resolved: str, *, resume: bool) -> dict[str, Any] | None:
+def train(config: RunConfig, *, resume: bool) -> dict[str, Any] | None:
     """Trains, tests, and leaves the run folder; the summary on rank 0, None elsewhere.
 
     Args:
         config: of the run.
-        resolved: the configuration as YAML, kept in the run folder.
         resume: go on from the latest complete checkpoint.
     """
     with _session(config) as session:
         trainer = Trainer(session, resume=resume)
         if session.rank == 0:
+            resolved = yaml.safe_dump(asdict(config), sort_keys=False)
             write_atomically(Path(config.output) / "config.yaml", resolved.encode())
         summary = trainer.train()
         return summary if session.rank == 0 else None
@@ -80,10 +91,15 @@ def evaluate(config: RunConfig, checkpoint: str) -> EvaluationResult | None:
 
 def recommend(config: RunConfig, checkpoint: str, raw_users: list[int], k: int) -> list[tuple[int, list[int]]]:
     """The k best unseen items of users, as raw ids, in the order asked for; all on rank 0, nothing elsewhere."""
+    if k < 1:
+        raise InputError(f"k is {k}; at least one item has to be asked for")
+    beyond = [user for user in raw_users if not -(1 << 63) <= user < 1 << 63]
+    if beyond:
+        raise InputError(f"user ids are 64-bit integers, got {beyond[0]}")
     with _session(config) as session:
-        _load(session, checkpoint)
         store = session.store
         users = store.user_indices(np.asarray(raw_users, dtype=np.int64))
+        _load(session, checkpoint)
         mine: dict[int, list[int]] = {}
         for indices, top in session.recommend(users, k):
             for user, items in zip(indices, top.items.cpu().numpy()):

@@ -57,13 +57,13 @@ class RunFolder:
             write_atomically(path / name, "".join(json.dumps(record) + "\n" for record in kept).encode())
         self._train = (path / "train_log.jsonl").open("a")
         self._validation = (path / "validation.jsonl").open("a")
-        self._events = SummaryWriter(str(path / "tensorboard"), purge_step=resume_step + 1)  # type: ignore[no-untyped-call]
+        self._events = SummaryWriter(str(path / "tensorboard"), purge_step=resume_step + 1)
 
     def log_steps(self, records: Iterable[dict[str, Any]]) -> None:
         """Appends training steps."""
         for record in records:
             self._train.write(json.dumps(record) + "\n")
-            self._events.add_scalar("train/loss", record["loss"], record["step"])  # type: ignore[no-untyped-call]
+            self._events.add_scalar("train/loss", record["loss"], record["step"])
         self._train.flush()
 
     def log_validation(self, record: dict[str, Any]) -> None:
@@ -71,8 +71,8 @@ class RunFolder:
         self._validation.write(json.dumps(record) + "\n")
         self._validation.flush()
         for name, value in record["filtered"].items():
-            self._events.add_scalar(f"validation/{name}", value, record["step"])  # type: ignore[no-untyped-call]
-        self._events.flush()  # type: ignore[no-untyped-call]
+            self._events.add_scalar(f"validation/{name}", value, record["step"])
+        self._events.flush()
 
     def finish(self, summary: dict[str, Any], users: np.ndarray, filtered: np.ndarray, unfiltered: np.ndarray) -> None:
         """Writes the summary, the per-user test ranks and the picture."""
@@ -83,7 +83,7 @@ class RunFolder:
         os.replace(aside, self.path / "test_ranks.npz")
         draw_curves(self.path)
         for name, value in summary["test"]["filtered"].items():
-            self._events.add_scalar(f"test/{name}", value, summary["best_step"])  # type: ignore[no-untyped-call]
+            self._events.add_scalar(f"test/{name}", value, summary["best_step"])
         write_atomically(self.path / "metrics.json", (json.dumps(summary, indent=2) + "\n").encode())
         self.close()
 
@@ -91,4 +91,4 @@ class RunFolder:
         """Closes the files."""
         self._train.close()
         self._validation.close()
-        self._events.close()  # type: ignore[no-untyped-call]
+        self._events.close()

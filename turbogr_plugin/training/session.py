@@ -57,6 +57,7 @@ class Session:
         finally:
             self.model.train()
 
+    @torch.no_grad()
     def _encode(self, batch: EvaluationBatch) -> EvaluationQueries:
         queries: Tensor = self.model(batch.sequences.to(self.device))
         return EvaluationQueries(

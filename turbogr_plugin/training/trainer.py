@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from turbogr_plugin.backend.collectives import on_first_rank
 from turbogr_plugin.data.batch import SequenceBatch
 from turbogr_plugin.data.loader import TrainingSteps, training_batches
 from turbogr_plugin.errors import InputError
@@ -91,7 +92,9 @@ class Trainer:
         initialize_optimizer_state(self.optimizer)
         if latest is not None:
             self._load(latest)
-        self.folder = RunFolder(Path(config.output), resume_step=self.position.step) if session.rank == 0 else None
+        self.folder = on_first_rank(
+            lambda: RunFolder(Path(config.output), resume_step=self.position.step), session.group
+        )
         self.progress = (
             Progress(self.total_steps, done=self.position.step, steps_per_epoch=self.steps.steps_per_epoch)
             if session.rank == 0
@@ -105,7 +108,8 @@ class Trainer:
         started = time.monotonic() - self.position.seconds
         batches = training_batches(self.steps, self.position.step, self.total_steps, workers=self.config.data.workers)
         if self.progress and self.position.step:
-            self.progress.say(f"resumed at step {self.position.step}")
+            done = self.position.stopped or self.position.step >= self.total_steps
+            self.progress.say(f"resumed at step {self.position.step}" + (": training is done, testing again" if done else ""))
         while self.position.step < self.total_steps and not self.position.stopped:
             epoch_end = (self.position.step // self.steps.steps_per_epoch + 1) * self.steps.steps_per_epoch
             epoch_batches = itertools.islice(batches, epoch_end - self.position.step)
@@ -122,7 +126,7 @@ class Trainer:
         """Once per step: keeps the loss; reads losses every `log_every` steps, saves every `checkpoint_every`."""
         self._pending.append(loss)
         step, every = self.position.step, self.config.training.checkpoint_every
-        due = bool(every) and step % every == 0 and step != epoch_end
+        due = bool(every) and step % every == 0 and not self._validates(step)
         if step % self.config.training.log_every == 0 or step == epoch_end or due:
             self._read_losses()
         if due:
@@ -148,10 +152,15 @@ class Trainer:
         )
         self.progress.report(self.position.step, float(losses[-1]), sum(tokens))
 
+    def _validates(self, step: int) -> bool:
+        """Whether a validation, and with it a checkpoint, follows this step."""
+        epoch, within = divmod(step, self.steps.steps_per_epoch)
+        return within == 0 and (epoch % self.config.training.evaluate_every == 0 or step >= self.total_steps)
+
     def _after_epoch(self, epoch: int, started: float) -> None:
         """Once per epoch: validates every `evaluate_every` epochs, keeps the best, decides whether to stop."""
         config, position = self.config.training, self.position
-        if epoch % config.evaluate_every and position.step < self.total_steps:
+        if not self._validates(position.step):
             return
         result = self.session.evaluate("validation", max_users=self.config.evaluation.max_users)
         ndcg = result.filtered["ndcg@10"]
@@ -178,12 +187,21 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return {"model": self.session.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
+    def _batches(self) -> dict[str, Any]:
+        """What decides the batches of a step: only with the same does a position say where training stands."""
+        training, files = self.config.training, self.session.store.manifest["files"]
+        return {
+            "training.seed": training.seed,
+            "training.global_batch_size": training.global_batch_size,
+            "the sha256 of the store's item_ids.npy": files["item_ids.npy"]["sha256"],
+        }
+
     def _save(self, name: str | None = None) -> None:
         save_checkpoint(
             self.session.checkpoints,
             step=self.position.step,
             state=self._state(),
-            extra=dict(vars(self.position)),
+            extra={"position": vars(self.position), "batches": self._batches()},
             per_rank=rng_state(),
             keep=self.config.training.keep,
             name=name,
@@ -196,7 +214,13 @@ class Trainer:
         self.session.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         set_rng_state(generators)
-        self.position = _Position(**extra)
+        for name, value in self._batches().items():
+            if extra["batches"][name] != value:
+                raise InputError(
+                    f"{checkpoint.path} cannot be resumed: {name} was {extra['batches'][name]} and is {value} now. Use the "
+                    "former, or train anew with another --output."
+                )
+        self.position = _Position(**extra["position"])
 
     def _finish(self, started: float) -> dict[str, Any]:
         best = find_checkpoint(self.session.checkpoints, BEST)
