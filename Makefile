@@ -46,6 +46,6 @@ $(INSTALLED): pyproject.toml requirements-cpu.txt packaging/fbgemm-gpu-shim/pypr
 	touch $@
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-recbole build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf packaging/*/build packaging/*/*.egg-info *.egg-info
 	find turbogr_plugin tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -304,7 +304,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.rebuild_baseline or options.from_scores:
             ranks = make_ranks(options, output)
             ranks.write()
-            print(f"wrote {sasrec_ranks.RANKS_FILE}: {ranking_metrics(torch.from_numpy(ranks.filtered))} (filtered)")
+            state = "complete" if ranks.record["complete"] else "NOT COMPLETE (stopped early by hand)"
+            print(f"wrote {sasrec_ranks.RANKS_FILE}: {ranks.record['epochs_run']} epochs, {state}")
             return 0
         baseline = SasrecRanks.read()
         folders = options.runs or [output / f"seed-{seed}" for seed in range(options.seeds)]

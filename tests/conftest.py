@@ -1,7 +1,132 @@
-"""One thread for torch: the tensors of the tests are too small to gain from more, and ranks share the cores."""
+"""Fixtures of the whole suite: runs of the command line on a tiny store, made once and looked at by many tests.
+
+One thread for torch: the tensors of the tests are too small to gain from more, and ranks share the cores.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 
+from tests import runs
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `log.txt`, `tiny.yaml` and the store made of the log; runs of the command line go there."""
+    folder = tmp_path_factory.mktemp("tiny")
+    runs.write_inputs(folder)
+    rules = ["--format", "text", "--user_core", "1", "--item_core", "1"]
+    outcome = runs.run_here("prepare", str(folder / "log.txt"), *rules, "--output", str(folder / "store"))
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tiny: Path) -> dict[str, list[runs.Outcome]]:
+    """Commands on two ranks, by name: one outcome per rank."""
+    train = ["train", "--config", "tiny.yaml"]
+    recommend = ["recommend", "--run", "two", "--users"]
+    commands = {
+        "train": [*train, "--output", "two"],
+        "train, shared negatives": [
+            *(*train, "--output", "two-shared", "--negatives.sharing", "sequence", "--training.epochs", "2"),
+        ],
+        "recommend": [*recommend, "1014", "1000", "1420", "1007", "--k", "7"],
+        "recommend to one user": [*recommend, "1420", "--k", "7"],
+        "train again": [*train, "--output", "two"],
+        "missing store": [*train, "--data.store", "nowhere", "--output", "never"],
+        "file in the way": [*train, "--output", "log.txt"],
+    }
+    return runs.run_commands(commands, ranks=2, folder=tiny)
+
+
+@pytest.fixture(scope="session")
+def kills(tiny: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    """A run on two ranks that is killed twice and resumed twice, each time by the same command and --resume.
+
+    `killed-early` and `killed-late` are copies of its folder `killed` after the first and the second kill.
+    """
+    train = ["--config", "tiny.yaml", "--output", "killed"]
+    program = str(Path(__file__).with_name("killed_train.py"))
+    done = {"in an epoch": runs.launch([program, "1", "step", "26", *train], ranks=2, folder=tiny)}
+    shutil.copytree(tiny / "killed", tiny / "killed-early")
+    done["in a checkpoint"] = runs.launch([program, "1", "checkpoint", "9", *train, "--resume"], ranks=2, folder=tiny)
+    shutil.copytree(tiny / "killed", tiny / "killed-late")
+    done["to the end"] = runs.turbogr("train", *train, "--resume", ranks=2, folder=tiny)
+    return done
+
+
+@pytest.fixture(scope="session")
+def small_disk(tiny: Path, two_ranks: dict[str, list[runs.Outcome]]) -> Iterator[Path | None]:
+    """A disk with room for two checkpoints of the tiny run, but not for a third; None where mounting is not allowed."""
+    checkpoint = sum(file.stat().st_size for file in (tiny / "two/checkpoints/best").iterdir())
+    path = tiny / "disk"
+    path.mkdir()
+    options = f"size={int(2.6 * checkpoint) + 60_000}"
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, check=False, timeout=20).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    try:
+        yield path if mounted else None
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(path)], check=True, timeout=20)
+
+
+@pytest.fixture(scope="session")
+def one_rank(
+    tiny: Path,
+    two_ranks: dict[str, list[runs.Outcome]],
+    kills: dict[str, subprocess.CompletedProcess[str]],
+    small_disk: Path | None,
+) -> dict[str, runs.Outcome]:
+    """Commands on one rank, by name; some go on with what the runs on two ranks left."""
+    for name in ("store-damaged", "store-version"):
+        shutil.copytree(tiny / "store", tiny / name)
+    times = bytearray((tiny / "store-damaged/times.npy").read_bytes())
+    times[-3] ^= 1
+    (tiny / "store-damaged/times.npy").write_bytes(times)
+    manifest = json.loads((tiny / "store/manifest.json").read_text())
+    (tiny / "store-version/manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    train, recommend = ["train", "--config", "tiny.yaml"], ["recommend", "--run", "two", "--users"]
+    commands = {
+        "train": [*train, "--output", "one"],
+        "train, shared negatives": [
+            *(*train, "--output", "one-shared", "--negatives.sharing", "sequence", "--training.epochs", "2"),
+        ],
+        "train from config.yaml": [
+            "train",
+            "--config",
+            "one/config.yaml",
+            "--output",
+            "anew",
+            "--training.epochs",
+            "2",
+        ],
+        "resume what two ranks left": [*train, "--output", "killed-early", "--resume"],
+        "evaluate": ["evaluate", "--run", "two"],
+        "recommend": [*recommend, "1014", "1000", "1420", "1007", "--k", "7"],
+        "unknown user": [*recommend, "1000", "5"],
+        "negative k": [*recommend, "1000", "--k", "-1"],
+        "huge user id": [*recommend, str(1 << 63)],
+        "unknown checkpoint": ["evaluate", "--run", "two", "--checkpoint", "step-1"],
+        "damaged store": ["evaluate", "--run", "two", "--store", "store-damaged"],
+        "store of another version": ["evaluate", "--run", "two", "--store", "store-version"],
+        "another model": [*train, "--output", "two", "--resume", "--model.dim", "24"],
+        "other batches": [*train, "--output", "two", "--resume", "--training.global_batch_size", "10"],
+        "resume after the end": [*train, "--output", "anew", "--resume", "--training.epochs", "2"],
+    }
+    if small_disk is not None:
+        commands["full disk"] = [*train, "--output", str(small_disk / "run")]
+    return {name: outcomes[0] for name, outcomes in runs.run_commands(commands, ranks=None, folder=tiny).items()}

@@ -1,6 +1,6 @@
 """A tiny store and configuration, and the command line started on them as a user or a launcher starts it.
 
-Starting a process costs seconds of imports, so `Commands` runs many commands one after the other in one process per rank.
+Starting a process costs seconds of imports, so `run_commands` runs many commands one after the other in one process per rank.
 The ranks are torchrun's; each command meets in a corner of the launcher's store of its own.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 USERS = 61  # 5 global batches of 12 and one of a single sample, which leaves the second of two ranks without any
 STEPS_PER_EPOCH = 6
-TIMEOUT = 100.0  # seconds for a launch of several ranks; the cores may be busy
+TIMEOUT = 240.0  # seconds of a launch, ten times what it takes: the cores may be busy
 
 CONFIG = """\
 output: run
@@ -35,8 +35,12 @@ model:
   max_length: 16
 negatives:
   count: 16
+optimizer:
+  learning_rate: 0.03
+  table_learning_rate: 0.1
 training:
-  epochs: 9
+  epochs: 16
+  patience: 3
   global_batch_size: 12
   checkpoint_every: 4
 """
@@ -51,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 def write_inputs(folder: Path) -> None:
-    """`log.txt` (user, item, time; a walk with noise, so that there is something to learn) and `tiny.yaml`."""
+    """Writes `log.txt` (user, item, time; a walk with noise, so that there is something to learn) and `tiny.yaml`."""
     random = np.random.default_rng(0)
     lines = []
     for user in range(USERS):
@@ -97,13 +101,18 @@ def turbogr(*arguments: str, ranks: int | None, folder: Path) -> subprocess.Comp
     return launch(["-m", "turbogr_plugin.cli", *arguments], ranks=ranks, folder=folder)
 
 
-def run_commands(commands: list[list[str]], *, ranks: int | None, folder: Path) -> list[list[Outcome]]:
-    """Runs commands one after the other; returns the outcomes by command and rank."""
-    (folder / "commands.json").write_text(json.dumps(commands))
+def run_commands(
+    commands: dict[str, list[str]], *, ranks: int | None, folder: Path
+) -> dict[str, list[Outcome]]:
+    """Runs commands one after the other in one process per rank; returns the outcomes of all ranks by command."""
+    (folder / "commands.json").write_text(json.dumps(list(commands.values())))
     done = launch([str(Path(__file__)), "commands.json"], ranks=ranks, folder=folder)
     assert done.returncode == 0, done.stderr[-8000:]
     of_ranks = [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in range(ranks or 1)]
-    return [[Outcome(*outcome) for outcome in outcomes] for outcomes in zip(*of_ranks, strict=True)]
+    return {
+        name: [Outcome(*outcome) for outcome in outcomes]
+        for name, *outcomes in zip(commands, *of_ranks, strict=True)
+    }
 
 
 def run_here(*arguments: str) -> Outcome:

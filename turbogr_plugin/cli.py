@@ -43,7 +43,7 @@ _MENDABLE = (
 
 def _parser(command: str, description: str | None) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog=f"turbogr {command}", description=description, exit_on_error=False)
+    parser = ArgumentParser(prog=f"turbogr {command}", description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with the options below; later options override it")
     return parser
 
@@ -115,7 +115,7 @@ def _train(arguments: Sequence[str]) -> None:
 
 def _saved_run(command: str, description: str | None, arguments: Sequence[str]) -> tuple[RunConfig, Namespace]:
     """The configuration of a finished run, and the options of a command that uses it."""
-    run = ArgumentParser(prog=f"turbogr {command}", description=description, exit_on_error=False)
+    run = ArgumentParser(prog=f"turbogr {command}", description=description, exit_on_error=False, allow_abbrev=False)
     run.add_argument("--run", type=str, required=True, help="Run folder")
     run.add_argument("--checkpoint", type=str, default="best", help='"best", "latest" or the name of a checkpoint folder')
     run.add_argument("--store", type=str, help="Store to use instead of the one the run was trained on")
@@ -157,7 +157,7 @@ def _info(arguments: Sequence[str]) -> None:
     """Describe a store or a run folder; without one, the versions of what is installed."""
     from turbogr_plugin import info
 
-    parser = ArgumentParser(prog="turbogr info", description=_info.__doc__, exit_on_error=False)
+    parser = ArgumentParser(prog="turbogr info", description=_info.__doc__, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("path", type=str, nargs="?", help="A store or a run folder")
     namespace = parser.parse_args(arguments)
     print("\n".join(info.describe(Path(namespace.path)) if namespace.path else info.versions()))

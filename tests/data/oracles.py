@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from turbogr_plugin.data.store import InteractionStore
+
 
 class Row(NamedTuple):
     user: int
@@ -37,13 +39,8 @@ def oracle_sequences(
     return {user: sequence for user, sequence in sequences.items() if len(sequence) >= 3}
 
 
-def store_sequences(store: object) -> dict[int, list[tuple[int, int]]]:
+def store_sequences(store: InteractionStore) -> dict[int, list[tuple[int, int]]]:
     """The same of a store."""
-    from turbogr_plugin.data.store import InteractionStore
-
-    assert isinstance(store, InteractionStore)
-    result = {}
-    for index, user in enumerate(store.raw_user_ids.tolist()):
-        items, times = store.sequence(index)
-        result[user] = list(zip(store.raw_item_ids[items].tolist(), times.tolist(), strict=True))
-    return result
+    pairs = list(zip(store.raw_item_ids[store.item_ids].tolist(), store.times.tolist(), strict=True))
+    offsets = store.offsets.tolist()
+    return {user: pairs[offsets[n] : offsets[n + 1]] for n, user in enumerate(store.raw_user_ids.tolist())}

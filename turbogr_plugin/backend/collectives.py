@@ -49,24 +49,25 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.
 
 
 def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup) -> T | None:
-    """Runs `work` on rank 0 while the others wait; what a user can mend is raised on every rank.
+    """Runs `work`, which must not communicate, on rank 0 while the others wait.
 
     Returns:
         the result on rank 0, None elsewhere.
 
     Raises:
-        InputError: with rank 0's message, on all ranks alike. An OSError passes on rank 0 and reaches the others as
-            InputError, other exceptions as RuntimeError, so that nobody waits for the timeout.
+        InputError: that of `work`, with the same message on all ranks.
+        Exception: any other of `work` on rank 0; RuntimeError with its message on the others, so that nobody waits for the
+            timeout.
     """
     result: T | None = None
-    failure: BaseException | None = None
-    if dist.get_rank(group) == 0:
+    failure: Exception | None = None
+    if group.rank() == 0:
         try:
             result = work()
         except Exception as error:
             failure = error
-    report = [None if failure is None else (isinstance(failure, (InputError, OSError)), f"{failure}")]
-    if dist.get_world_size(group) > 1:
+    report = [None if failure is None else (isinstance(failure, InputError), f"{failure}")]
+    if group.size() > 1:
         dist.broadcast_object_list(report, src=dist.get_global_rank(group, 0), group=group)
     if failure is not None:
         raise failure

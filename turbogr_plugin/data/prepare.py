@@ -16,6 +16,7 @@ Every row that is read is either in the store or counted under the rule that rem
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -83,12 +84,12 @@ class PrepareReport:
     def lines(self) -> list[str]:
         """The report for people, one line each."""
         skipped = f" (left out: {', '.join(self.files_skipped)})" if self.files_skipped else ""
+        duplicates = "" if not self.exact_duplicates else " (removed)" if self.removed["duplicate"] else " (kept; see dedup)"
         return [
             f"read {self.rows_read:,} rows from {len(self.files)} file{'s' if len(self.files) != 1 else ''}{skipped}",
             *(f"removed {self.removed[rule]:,} rows: {why}" for rule, why in RULES.items() if self.removed[rule]),
             f"{self.equal_times:,} neighbouring rows of a user have equal times (kept in file order)",
-            f"{self.exact_duplicates:,} exact duplicate rows "
-            f"({'removed' if self.removed['duplicate'] else 'kept; dedup removes them'})",
+            f"{self.exact_duplicates:,} exact duplicate rows{duplicates}",
             f"{self.users_below_minimum:,} of {self.users_read:,} users had fewer than {MIN_INTERACTIONS} rows",
             *self.notes,
             f"kept {self.num_interactions:,} interactions of {self.num_users:,} users with {self.num_items:,} items, "
@@ -202,9 +203,7 @@ def _ingest(engine: duckdb.DuckDBPyConnection, source: Source, config: PrepareCo
     query = scan_query(source, allow_negative_times=config.allow_negative_times)
     try:
         engine.execute(f"CREATE TABLE rows AS {query}")
-    except (duckdb.OutOfMemoryException, duckdb.IOException):
-        raise
-    except duckdb.Error:
+    except (duckdb.InvalidInputException, duckdb.ConversionException):
         problem = first_problem(source, allow_negative_times=config.allow_negative_times)
         if problem is None:
             raise
@@ -336,25 +335,28 @@ def _notes(source: Source) -> list[str]:
 @contextmanager
 def _engine_errors(config: PrepareConfig, output: Path) -> Iterator[None]:
     """Turn a full disk and exhausted memory, ours or the engine's, into an InputError; the output is as it was."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in full:
             raise
         raise _disk_full(output, str(error)) from error
-    except duckdb.OutOfMemoryException as error:
-        if "max_temp_directory_size" in str(error) or "temp" in str(error).split("\n")[0]:
-            raise _disk_full(output, str(error).split("\n")[0]) from error
-        raise InputError(
-            f"memory_gb = {config.memory_gb} is too little for this input ({str(error).splitlines()[0]}). Raise it, or "
-            f"lower threads (now {config.threads}). {output} was left as it was."
-        ) from error
-    except duckdb.IOException as error:
-        raise _disk_full(output, str(error).splitlines()[0]) from error
+    except duckdb.Error as error:
+        # The engine gives the system's words in an error of any class (an IOException, or of the commit it broke).
+        detail = str(error).splitlines()[0]
+        if any(os.strerror(code) in detail for code in full) or "max_temp_directory_size" in str(error):
+            raise _disk_full(output, detail) from error
+        if isinstance(error, duckdb.OutOfMemoryException):
+            raise InputError(
+                f"memory_gb = {config.memory_gb} is too little for this input ({detail}). Raise it, or lower threads "
+                f"(now {config.threads}). What was at {output} is as it was."
+            ) from error
+        raise
 
 
 def _disk_full(output: Path, detail: str) -> InputError:
     return InputError(
-        f"the disk of {output} is full or failing ({detail}). Beside the output up to about 80 bytes per row are "
+        f"the disk of {output} is full ({detail}). Beside the output up to about 80 bytes per row are "
         f"needed while it is made. Free some space or name another output. What was at the output is as it was."
     )

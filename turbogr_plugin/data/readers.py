@@ -320,9 +320,12 @@ def _parquet(config: PrepareConfig) -> Source:
     columns: tuple[str, ...] = ()
     for number, path in enumerate(files):
         try:
-            schema = pyarrow.parquet.read_schema(path)
+            metadata = pyarrow.parquet.read_metadata(path)
         except (ArrowException, OSError) as error:
-            raise InputError(f"{path} is not a readable Parquet file: {error}") from None
+            raise InputError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        if not metadata.num_rows:
+            raise InputError(f"{path} has no rows.")
+        schema = metadata.schema.to_arrow_schema()
         if number == 0:
             columns = tuple(schema.names)
             time = config.time_column or ("timestamp" if "timestamp" in columns else None)

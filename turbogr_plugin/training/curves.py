@@ -11,6 +11,7 @@ def draw_curves(folder: Path) -> Path:
     """Draws `curves.png` from the logs of a run folder."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     from turbogr_plugin.training.run_folder import read_lines
 
@@ -42,6 +43,7 @@ def draw_curves(folder: Path) -> Path:
         right.legend(frameon=False)
         right.set_ylim(bottom=0)
     right.set(xlabel="epoch", title="Validation, seen items filtered")
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

@@ -92,9 +92,7 @@ class Trainer:
         initialize_optimizer_state(self.optimizer)
         if latest is not None:
             self._load(latest)
-        self.folder = on_first_rank(
-            lambda: RunFolder(Path(config.output), resume_step=self.position.step), session.group
-        )
+        self.folder = on_first_rank(self._open_folder, session.group)
         self.progress = (
             Progress(self.total_steps, done=self.position.step, steps_per_epoch=self.steps.steps_per_epoch)
             if session.rank == 0
@@ -102,6 +100,14 @@ class Trainer:
         )
         # Losses and tokens of the steps since the last read, on the device.
         self._pending: list[Tensor] = []
+
+    def _open_folder(self) -> RunFolder:
+        try:
+            return RunFolder(Path(self.config.output), resume_step=self.position.step)
+        except OSError as error:
+            raise InputError(
+                f"output {self.config.output}: {error.strerror} ({error.filename}): name a folder that can be written to"
+            ) from error
 
     def train(self) -> dict[str, Any]:
         """Trains to the end, tests the best checkpoint, and returns the summary (the same on every rank)."""

@@ -1,0 +1,131 @@
+"""A run that loses a rank to SIGKILL, in an epoch and in a checkpoint, ends as the run that was never killed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import runs
+from turbogr_plugin.training.checkpoints import latest_checkpoint
+from turbogr_plugin.training.safetensors_storage import read_index
+
+pytestmark = pytest.mark.timeout(4 * runs.TIMEOUT)
+Kills = dict[str, "subprocess.CompletedProcess[str]"]
+
+
+def _hidden(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob(".*"))
+
+
+def test_a_killed_rank_ends_the_launch_with_an_error(kills: Kills) -> None:
+    for place in ("in an epoch", "in a checkpoint"):
+        assert kills[place].returncode not in (0, 2), place
+        assert "Signal 9 (SIGKILL)" in kills[place].stderr, place
+
+
+def test_a_kill_in_an_epoch_leaves_the_last_checkpoint(tiny: Path, kills: Kills) -> None:
+    found = latest_checkpoint(tiny / "killed-early/checkpoints")
+    assert found is not None
+    assert found.step == 24  # killed after step 26; checkpoints every 4 steps and at the end of the epochs of 6
+    assert _hidden(tiny / "killed-early") == []
+
+
+def test_a_kill_in_a_checkpoint_leaves_the_one_before_it(tiny: Path, kills: Kills) -> None:
+    found = latest_checkpoint(tiny / "killed-late/checkpoints")
+    assert found is not None
+    assert f"resumed at step {24}" in kills["in a checkpoint"].stderr
+    assert found.step > 24
+    (half,) = _hidden(tiny / "killed-late")
+    assert half.startswith(".step-")
+    assert half.endswith(".tmp")
+    assert any((tiny / "killed-late/checkpoints" / half).glob("rank-*.safetensors"))
+    assert not (tiny / "killed-late/checkpoints" / half / "index.json").exists()
+    assert f"resumed at step {found.step}" in kills["to the end"].stderr
+    read_index(found.path)  # complete
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_resumed_runs_have_the_losses_of_the_run_that_was_never_killed(tiny: Path, kills: Kills) -> None:
+    assert kills["to the end"].returncode == 0, kills["to the end"].stderr[-4000:]
+    np.testing.assert_array_equal(runs.losses(tiny / "killed"), runs.losses(tiny / "two"))
+    assert runs.records(tiny / "killed", "validation.jsonl") == runs.records(tiny / "two", "validation.jsonl")
+    assert _hidden(tiny / "killed") == []
+
+
+@pytest.mark.usefixtures("two_ranks", "kills")
+def test_early_stopping_and_the_best_checkpoint_survive_two_resumes(tiny: Path) -> None:
+    killed, never_killed = runs.metrics(tiny / "killed"), runs.metrics(tiny / "two")
+    assert never_killed["stopped_early"]
+    first_stale = (never_killed["best_epoch"]) * runs.STEPS_PER_EPOCH
+    kept = latest_checkpoint(tiny / "killed-late/checkpoints")
+    assert kept is not None
+    assert kept.step > first_stale  # killed while validations without a better one were being counted
+    for of_run in (killed, never_killed):
+        del of_run["seconds"]
+    assert killed == never_killed
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_another_number_of_ranks_goes_on(tiny: Path, one_rank: dict[str, runs.Outcome]) -> None:
+    outcome = one_rank["resume what two ranks left"]
+    assert outcome.code == 0, outcome.err
+    assert "resumed at step 24" in outcome.err
+    resumed, never_killed = runs.losses(tiny / "killed-early"), runs.losses(tiny / "two")
+    assert len(resumed) == len(never_killed)
+    difference = np.abs(resumed / never_killed - 1)
+    print(f"largest relative difference {difference.max():.1e}")
+    assert difference[:24].max() == 0
+    assert difference.max() <= 1e-5
+
+
+def test_a_finished_run_says_so_and_only_tests_again(tiny: Path, one_rank: dict[str, runs.Outcome]) -> None:
+    before, after = one_rank["train from config.yaml"], one_rank["resume after the end"]
+    assert (before.code, after.code) == (0, 0), after.err
+    assert "resumed at step 12: training is done, testing again" in after.err
+    assert after.out == before.out
+    assert len(runs.losses(tiny / "anew")) == 12
+
+
+def test_a_second_run_into_the_folder_is_refused_on_every_rank(two_ranks: dict[str, list[runs.Outcome]]) -> None:
+    for outcome in two_ranks["train again"]:
+        assert outcome.code == 2
+        assert outcome.out == ""
+    assert "pass --resume to go on" in two_ranks["train again"][0].err
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("another model", ["is a checkpoint of another model", "16", "24", "has the shape"]),
+        ("other batches", ["training.global_batch_size was 12 and is 10 now"]),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused(
+    tiny: Path, one_rank: dict[str, runs.Outcome], command: str, parts: list[str]
+) -> None:
+    outcome = one_rank[command]
+    assert outcome.code == 2
+    (line,) = outcome.err.splitlines()
+    for part in ["turbogr train: two/checkpoints/step-", *parts]:
+        assert part in line
+    assert len(runs.losses(tiny / "two")) >= 50  # the logs of the run are untouched
+
+
+def test_a_full_disk_is_one_message_and_leaves_the_earlier_checkpoint(
+    tiny: Path, one_rank: dict[str, runs.Outcome], small_disk: Path | None
+) -> None:
+    if small_disk is None:
+        pytest.skip("mounting a small disk needs the rights of root")
+    outcome = one_rank["full disk"]
+    assert outcome.code == 2, outcome.err
+    complaints = [line for line in outcome.err.splitlines() if not line.startswith("epoch ")]
+    assert len(complaints) == 1, outcome.err
+    assert complaints[0].startswith("turbogr train: ")
+    assert "No space left on device" in complaints[0]
+    found = latest_checkpoint(small_disk / "run/checkpoints")
+    assert found is not None
+    read_index(found.path)
+    assert _hidden(small_disk / "run") == []
