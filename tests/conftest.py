@@ -53,13 +53,15 @@ def two_ranks(tiny: Path) -> dict[str, list[runs.Outcome]]:
 def kills(tiny: Path) -> dict[str, subprocess.CompletedProcess[str]]:
     """A run on two ranks that is killed twice and resumed twice, each time by the same command and --resume.
 
-    `killed-early` and `killed-late` are copies of its folder `killed` after the first and the second kill.
+    `killed-early` and `killed-late` are copies of its folder `killed` after the first and the second kill, and
+    `killed-to-one-rank` another of the first, for a single rank to go on with.
     """
     train = ["--config", "tiny.yaml", "--output", "killed"]
     program = str(Path(__file__).with_name("killed_train.py"))
     done = {"in an epoch": runs.launch([program, "1", "step", "26", *train], ranks=2, folder=tiny)}
-    shutil.copytree(tiny / "killed", tiny / "killed-early")
-    done["in a checkpoint"] = runs.launch([program, "1", "checkpoint", "9", *train, "--resume"], ranks=2, folder=tiny)
+    for copy in ("killed-early", "killed-to-one-rank"):
+        shutil.copytree(tiny / "killed", tiny / copy)
+    done["in a checkpoint"] = runs.launch([program, "0", "checkpoint", "56", *train, "--resume"], ranks=2, folder=tiny)
     shutil.copytree(tiny / "killed", tiny / "killed-late")
     done["to the end"] = runs.turbogr("train", *train, "--resume", ranks=2, folder=tiny)
     return done
@@ -114,7 +116,7 @@ def one_rank(
             "--training.epochs",
             "2",
         ],
-        "resume what two ranks left": [*train, "--output", "killed-early", "--resume"],
+        "resume what two ranks left": [*train, "--output", "killed-to-one-rank", "--resume"],
         "evaluate": ["evaluate", "--run", "two"],
         "recommend": [*recommend, "1014", "1000", "1420", "1007", "--k", "7"],
         "unknown user": [*recommend, "1000", "5"],

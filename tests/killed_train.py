@@ -1,7 +1,7 @@
-"""`turbogr train` that is killed on the way: python killed_train.py RANK step|checkpoint NUMBER ARGUMENTS...
+"""`turbogr train` that is killed on the way: python killed_train.py RANK step|checkpoint STEP ARGUMENTS...
 
-    step N         SIGKILL of that rank when N training steps are done
-    checkpoint N   SIGKILL of that rank in the N-th checkpoint written, after its own file and before the index
+    step S         SIGKILL of that rank when S training steps are done in this process
+    checkpoint S   SIGKILL of that rank in the checkpoint of step S, after its own file and before the index
 
 The rank kills itself, with the signal that nothing can catch, at a place that is hit every time.
 """
@@ -16,32 +16,41 @@ from typing import Any
 from turbogr_plugin.cli import main
 
 
-def _kill_at_call(owner: type, method: str, number: int, *, after: bool) -> None:
-    original = getattr(owner, method)
-    calls = 0
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*arguments, **options)
-        if calls == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
 
-    setattr(owner, method, counted)
+def _kill_after_steps(steps: int) -> None:
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+    original, done = TrainPipelineSparseDist.progress, 0
+
+    def progress(*arguments: Any) -> Any:
+        nonlocal done
+        if done == steps:
+            _kill()
+        done += 1
+        return original(*arguments)
+
+    TrainPipelineSparseDist.progress = progress
+
+
+def _kill_in_checkpoint(step: int) -> None:
+    from turbogr_plugin.training.safetensors_storage import SafetensorsWriter
+
+    original = SafetensorsWriter.write_data
+
+    def write_data(writer: SafetensorsWriter, *arguments: Any) -> Any:
+        written = original(writer, *arguments)
+        if writer.path.name == f".step-{step:08d}.tmp":
+            _kill()
+        return written
+
+    SafetensorsWriter.write_data = write_data  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    rank, place, number = sys.argv[1:4]
+    rank, place, step = sys.argv[1:4]
     if os.environ.get("RANK", "0") == rank:
-        if place == "step":
-            from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
-            _kill_at_call(TrainPipelineSparseDist, "progress", int(number) + 1, after=False)
-        else:
-            from turbogr_plugin.training.safetensors_storage import SafetensorsWriter
-
-            _kill_at_call(SafetensorsWriter, "write_data", int(number), after=True)
+        {"step": _kill_after_steps, "checkpoint": _kill_in_checkpoint}[place](int(step))
     sys.exit(main(["train", *sys.argv[4:]]))

@@ -19,7 +19,7 @@ import numpy as np
 
 USERS = 61  # 5 global batches of 12 and one of a single sample, which leaves the second of two ranks without any
 STEPS_PER_EPOCH = 6
-TIMEOUT = 240.0  # seconds of a launch, ten times what it takes: the cores may be busy
+TIMEOUT = 240.0  # seconds of a launch, many times what it takes: the cores may be busy
 
 CONFIG = """\
 output: run
@@ -36,11 +36,11 @@ model:
 negatives:
   count: 16
 optimizer:
-  learning_rate: 0.03
+  learning_rate: 0.01
   table_learning_rate: 0.1
 training:
   epochs: 16
-  patience: 3
+  patience: 2
   global_batch_size: 12
   checkpoint_every: 4
 """

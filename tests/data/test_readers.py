@@ -152,6 +152,8 @@ NO_TEXTS: dict[str, tuple[str | bytes, str]] = {
     "only a header": ("user item\n", "has a header and no rows"),
     "compressed": (b"\x1f\x8b\x08\x00abc\n", "is compressed"),
     "not utf-8": (b"\xff\xfe1 2\n", "is not UTF-8"),
+    "old line ends": ("1 2\r1 3\r1 4\r", "convert it to line feeds"),
+    "mixed line ends": ("1 2\r\n1 3\n1 4\r\n", "log.txt cannot be read"),
     "one column": ("1\n2\n", "1 columns, expected"),
     "a repeated name": ("user,user\n1,2\n", "empty or repeated column name"),
     "negative times": ("1 2 3\n1 2 -3\n", "line 2: column time is -3, a time before the epoch"),
@@ -373,7 +375,7 @@ def test_recbole_files_without_times_keep_their_order_and_named_columns_are_requ
     path = write(tmp_path / "x.inter", "user_id:token\titem_id:token\n1\t9\n1\t7\n1\t8\n")
 
     assert read(tmp_path, format="recbole", inputs=[path])[1] == {1: [(9, 0), (7, 0), (8, 0)]}
-    with pytest.raises(InputError, match="no column ts .*It has: user_id, item_id"):
+    with pytest.raises(InputError, match=r"no column ts .*It has: user_id, item_id"):
         read(tmp_path, format="recbole", inputs=[path], time_column="ts")
 
 

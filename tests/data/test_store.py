@@ -120,9 +120,13 @@ def test_a_failure_leaves_the_old_store_and_no_new_folder(tmp_path: Path) -> Non
     path = make_store(tmp_path)
     before = (path / "manifest.json").read_bytes()
 
-    with pytest.raises(KeyboardInterrupt), replace_on_success(path) as work:
-        (work / "item_ids.npy").write_bytes(b"half")
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with replace_on_success(path) as work:
+            (work / "item_ids.npy").write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
 
     assert (path / "manifest.json").read_bytes() == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["store", "store.txt"]
@@ -194,7 +198,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_old_store(
         append(self, chunk)
 
     monkeypatch.setattr(NpyWriter, "append", fail)
-    with pytest.raises(InputError, match="No space left on device.*is as it was"):
+    with pytest.raises(InputError, match=r"No space left on device.*is as it was"):
         make_store(tmp_path)
 
     assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before

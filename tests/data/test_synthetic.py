@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,9 @@ def test_written_rows_have_the_lengths_and_popularity_of_the_tables(tmp_path: Pa
 
     lengths = np.sort(np.diff(store.offsets))
     expected = synthetic.user_lengths(len(lengths))
-    np.testing.assert_allclose(lengths, expected * (300_000 / expected.sum()), atol=1.5)
+    np.testing.assert_allclose(lengths, expected * (300_000 / expected.sum()), rtol=1e-3, atol=1.5)
     counts = np.sort(np.bincount(store.item_ids))[::-1]
-    table = synthetic.item_counts(synthetic.generate.__kwdefaults__["items"] or len(counts))
+    table = synthetic.item_counts(len(counts))
     assert abs(len(counts) / 300_000 - 1 / table.mean()) < 0.1 / table.mean()
     for quantile in (0.5, 0.9, 0.95, 0.99):
         assert abs(np.quantile(counts, quantile) - np.quantile(table, quantile)) <= 0.05 * np.quantile(table, quantile)
@@ -107,8 +108,8 @@ def test_the_quantiles_are_those_of_the_real_lists() -> None:
     assert abs(lengths.mean() / real[:, 0].mean() - 1) < 0.03
     at = [0.02, 0.05, 0.15, 0.25, 0.4, 0.5, 0.6, 0.75, 0.85, 0.95, 0.98, 0.995]
     np.testing.assert_allclose(np.quantile(lengths, at), np.quantile(real[:, 0], at), rtol=0.06)
-    rates = np.interp(at, synthetic.QUANTILES, np.log(synthetic.CLICKS))
-    np.testing.assert_allclose(np.exp(rates), np.quantile(real[:, 1], at), rtol=0.06)
+    clicks = synthetic.quantile(synthetic.CLICKS, np.array(at))
+    np.testing.assert_allclose(clicks, np.quantile(real[:, 1], at), rtol=0.06)
 
     total = int(popularity[:, 1].sum())
     counts = synthetic.item_counts(total // 10)
@@ -120,13 +121,13 @@ def test_the_quantiles_are_those_of_the_real_lists() -> None:
 
 @pytest.mark.parametrize("rules", [EVERYTHING, {}], ids=["all rows", "after the feedback rules and 5-core"])
 def test_the_next_item_can_be_learnt_from_the_one_before(tmp_path: Path, rules: dict[str, Any]) -> None:
-    store = store_of(tmp_path, logs={"rows": 200_000, "users": 400, "items": 4_000, "seed": 2}, **rules)
+    store = store_of(tmp_path, logs={"rows": 200_000, "users": 400, "items": 8_000, "seed": 2}, **rules)
     follower: dict[int, Counter[int]] = {}
     popular: Counter[int] = Counter()
     for user in range(store.num_users):
         items = store.sequence(user)[0][:-1].tolist()
         popular.update(items)
-        for item, following in zip(items, items[1:], strict=False):
+        for item, following in pairwise(items):
             follower.setdefault(item, Counter())[following] += 1
     top = {item for item, _ in popular.most_common(10)}
 
@@ -136,5 +137,6 @@ def test_the_next_item_can_be_learnt_from_the_one_before(tmp_path: Path, rules: 
         by_bigram += target in {item for item, _ in follower.get(before, Counter()).most_common(10)}
         by_popularity += target in top
 
+    print(f"HR@10 of the bigram {by_bigram / store.num_users:.3f}, of popularity {by_popularity / store.num_users:.3f}")
     assert by_bigram / store.num_users > 0.5
-    assert by_popularity / store.num_users < 0.1
+    assert by_bigram > 4 * by_popularity

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ def test_ties_and_repeats_in_any_batches_are_those_of_brute_force(seed: int) -> 
     user, time = user[order], time[order]
     item = rng.integers(0, 4, count)
     borders = [0, *np.sort(rng.integers(0, count + 1, int(rng.integers(0, 9)))).tolist(), count]
-    batches = [[user[a:b], item[a:b], time[a:b]] for a, b in zip(borders, borders[1:], strict=False)]
+    batches = [[user[a:b], item[a:b], time[a:b]] for a, b in pairwise(borders)]
 
     ties, repeats, rows = 0, [], 0
     for u, i, t in tie_runs(batches):
@@ -29,5 +31,5 @@ def test_ties_and_repeats_in_any_batches_are_those_of_brute_force(seed: int) -> 
     pairs = list(zip(user.tolist(), time.tolist(), strict=True))
     triples = list(zip(user.tolist(), time.tolist(), item.tolist(), strict=True))
     assert rows == count
-    assert ties == sum(a == b for a, b in zip(pairs, pairs[1:], strict=False))
+    assert ties == sum(a == b for a, b in pairwise(pairs))
     assert repeats == [n for n, triple in enumerate(triples) if triple in triples[:n]]

@@ -70,10 +70,19 @@ def test_the_share_of_zeros_is_p(p: float) -> None:
     assert abs(float((~mask).double().mean()) - p) < 5 * deviation
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_output_has_the_dtype_of_the_input(dtype: torch.dtype) -> None:
-    key = _key([5], [1])
-    assert keyed_dropout(_ones(key, 3).to(dtype), key, layer=0, p=0.5).dtype == dtype
+# Half a unit in the last place is one rounding; in float32 the factor itself is rounded besides.
+@pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 1.0), (torch.bfloat16, 0.5), (torch.float16, 0.5)])
+def test_the_output_is_rounded_in_the_dtype_of_the_input_and_the_factor_is_not(
+    dtype: torch.dtype, units: float
+) -> None:
+    key = _key([50], [1])
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    found = keyed_dropout(x, key, layer=0, p=0.1)
+    assert found.dtype == dtype
+    exact = torch.where(keep_mask(key, 0, 6, 0.1), x.detach().double() / 0.9, 0)
+    assert bool(((found - exact).abs() <= torch.finfo(dtype).eps * exact.abs() * 1.01 * units).all())
+    found.sum().backward()
+    assert x.grad is not None and x.grad.dtype == dtype
 
 
 def test_nothing_is_dropped_for_p_zero_or_without_tokens() -> None:

@@ -60,18 +60,15 @@ def test_outputs_and_parameter_gradients_equal_the_padded_model(changes: dict[st
     factors = None
     if key is not None:
         inner = config.heads * config.value_dim
-        flat = [(keep_mask(key, 0, SMALL["dim"], 0.3) / 0.7)] + [
-            keep_mask(key, layer, inner, 0.4) / 0.6 for layer in (1, 2)
-        ]
-        factors = [pad(factor.double()) for factor in flat]
+        rates = [(SMALL["dim"], 0.3), (inner, 0.4), (inner, 0.4)]
+        flat = [keep_mask(key, layer, width, p).double() / (1 - p) for layer, (width, p) in enumerate(rates)]
+        factors = [pad(factor) for factor in flat]
     weights = dict(model.named_parameters())
     expected = padded_hstu(config, weights, pad(tokens), pad(torch.ones(total)) == 1, pad(times), pad(at), factors)[
         row, place
     ]
     found = model(tokens, place, JaggedSequence(offsets, times, at, key))
-    # float32 factors of the oracle's dropout leave their rounding.
-    tolerance = {"rtol": 1e-9, "atol": 1e-11} if key is None else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
     leaves = [tokens, *weights.values()]
     weight = torch.randn(found.shape, generator=generator, dtype=torch.float64)
     for name, got, want in zip(
@@ -80,7 +77,7 @@ def test_outputs_and_parameter_gradients_equal_the_padded_model(changes: dict[st
         torch.autograd.grad(expected, leaves, weight),
         strict=True,
     ):
-        torch.testing.assert_close(got, want, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_no_tokens_give_no_output_and_zero_gradients() -> None:

@@ -152,14 +152,15 @@ class Cases:
         assert table.grad is not None
         return loss.detach(), gradients, table.grad
 
-    def _compare(self, sharding: str) -> None:
+    def _compare(self, sharding: str, steps: list[str]) -> None:
         model = self._sharded(sharding)
         dense = {
             name.removeprefix("model.head."): value.double()
             for name, value in model.state_dict().items()
             if name != WEIGHT
         }
-        for step, (name, ranks) in enumerate(STEPS.items()):
+        for step, name in enumerate(steps):
+            ranks = STEPS[name]
             init_sharded_tables(model, {WEIGHT: ITEM_TABLE}, seed=SEED, std=0.5)
             before = self._table(model)
             for parameter in model.parameters():
@@ -191,10 +192,11 @@ class Cases:
                 assert expected_table.any()
 
     def gradients_of_a_row_wise_table_equal_one_process(self) -> None:
-        self._compare("row_wise")
+        self._compare("row_wise", list(STEPS))
 
     def gradients_of_a_table_wise_table_equal_one_process(self) -> None:
-        self._compare("table_wise")
+        # DDP keeps what it sees of the graph in the first step: here that of nobody and of empty ranks.
+        self._compare("table_wise", list(reversed(STEPS)))
 
     def initial_values_are_those_of_the_whole_table_in_any_plan(self) -> None:
         tables = {"rows": (37, "row_wise"), "whole": (20, "table_wise"), "columns": (24, "column_wise")}

@@ -57,9 +57,9 @@ class PrepareConfig:
     time_unit: Literal["auto", "s", "ms"] = "auto"
     """Unit of the times, recorded in the store. auto: ms for kuairand, s for the others."""
 
-    memory_gb: float = 1.0
-    """Memory limit of the sorting engine; more is spilled to disk beside the output. Arrays of users and items,
-    16 bytes each, and about 0.5 GB of buffers come on top."""
+    memory_gb: float = 0.5
+    """Memory limit of the sorting engine; what does not fit is spilled to disk beside the output. On top come about
+    0.3 GB for a block of rows in work, and 30 bytes per item."""
 
     threads: int = 2
     """Threads of the sorting engine."""

@@ -84,7 +84,9 @@ class PrepareReport:
     def lines(self) -> list[str]:
         """The report for people, one line each."""
         skipped = f" (left out: {', '.join(self.files_skipped)})" if self.files_skipped else ""
-        duplicates = "" if not self.exact_duplicates else " (removed)" if self.removed["duplicate"] else " (kept; see dedup)"
+        duplicates = (
+            "" if not self.exact_duplicates else " (removed)" if self.removed["duplicate"] else " (kept; see dedup)"
+        )
         return [
             f"read {self.rows_read:,} rows from {len(self.files)} file{'s' if len(self.files) != 1 else ''}{skipped}",
             *(f"removed {self.removed[rule]:,} rows: {why}" for rule, why in RULES.items() if self.removed[rule]),
@@ -203,10 +205,11 @@ def _ingest(engine: duckdb.DuckDBPyConnection, source: Source, config: PrepareCo
     query = scan_query(source, allow_negative_times=config.allow_negative_times)
     try:
         engine.execute(f"CREATE TABLE rows AS {query}")
-    except (duckdb.InvalidInputException, duckdb.ConversionException):
+    except (duckdb.InvalidInputException, duckdb.ConversionException) as error:
         problem = first_problem(source, allow_negative_times=config.allow_negative_times)
-        if problem is None:
-            raise
+        if problem is None:  # a layout that only the engine objects to: lines of megabytes, mixed line ends
+            names = ", ".join(str(path) for path in source.files)
+            raise InputError(f"one of {names} cannot be read: {' '.join(str(error).split())[:500]}") from error
         raise InputError(problem) from None
     counts = dict(engine.execute("SELECT rule, count(*) FROM rows GROUP BY rule").fetchall())
     return {"read": sum(counts.values()), "hated": counts.get(HATED, 0), "no_feedback": counts.get(NO_FEEDBACK, 0)}
@@ -268,7 +271,7 @@ def _sort(engine: duckdb.DuckDBPyConnection, scratch: Path, source: Source, conf
             starts = np.flatnonzero(np.concatenate(([True], user[1:] != user[:-1])))
             raw_users.append(user[starts])
             counts.append(np.diff(np.append(starts, len(user))))
-            items_file.write(np.searchsorted(raw_items, item).astype(np.int32).data)
+            items_file.write(_places(raw_items, item).astype(np.int32).data)
             times_file.write(np.ascontiguousarray(when).data)
     users, lengths = _merge_neighbours(np.concatenate(raw_users), np.concatenate(counts))
     return _SortedRows(
@@ -280,6 +283,14 @@ def _sort(engine: duckdb.DuckDBPyConnection, scratch: Path, source: Source, conf
         equal_times=equal_times if source.time is not None else 0,
         duplicates=duplicates,
     )
+
+
+def _places(ascending: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Place of each value in `ascending`. Sorted first, searches walk through memory: 150 ns each, not 900."""
+    order = np.argsort(values)
+    places = np.empty(len(values), dtype=np.int64)
+    places[order] = np.searchsorted(ascending, values[order])
+    return places
 
 
 def _merge_neighbours(users: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -137,6 +137,8 @@ def _first_lines(path: Path) -> tuple[str, str]:
         first, second = (line.decode("utf-8-sig").rstrip("\r\n") for line in lines)
     except UnicodeDecodeError:
         raise InputError(f"{path}, line 1, is not UTF-8 text.") from None
+    if "\r" in first:
+        raise InputError(f"{path} ends its lines with a carriage return alone: convert it to line feeds.")
     return first, second
 
 

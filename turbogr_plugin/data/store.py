@@ -19,6 +19,7 @@ Left out: splits (train, validation and test are views of the sequences) and ite
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import io
 import json
@@ -188,9 +189,9 @@ def _replace(work: Path, output: Path) -> None:
 
 def _remove_leftovers(output: Path) -> None:
     if output.exists():
-        for old in output.parent.glob(f"{output.name}.old-*"):
+        for old in output.parent.glob(f"{glob.escape(output.name)}.old-*"):
             shutil.rmtree(old, ignore_errors=True)
-    for work in output.parent.glob(f"{output.name}.tmp-*"):
+    for work in output.parent.glob(f"{glob.escape(output.name)}.tmp-*"):
         try:
             with open(work / _LOCK, "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -300,7 +301,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        stranded = sorted(folder.absolute().parent.glob(f"{folder.name}.old-*"))
+        stranded = sorted(folder.absolute().parent.glob(f"{glob.escape(folder.name)}.old-*"))
         if stranded:
             raise InputError(
                 f"{folder} is missing, but {stranded[-1]} is there: a replacement was cut off between its two renames. "

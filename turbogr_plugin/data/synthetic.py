@@ -18,6 +18,7 @@ playlist and user. Left out: the random-exposure log, feature files, and the mea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,10 +54,10 @@ COLUMNS = (
     "tab",
 )
 
-QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
+QUANTILES = (0.5 / 27_285, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1 - 0.5 / 27_285)
 EXPOSURES = (100, 573, 1393, 2188, 4476, 8594, 15227, 24587, 32591, 56230, 114979, 228000)
 CLICKS = (10, 274, 706, 1102, 2133, 3806, 6036, 8641, 10511, 15195, 22014, 83260)
-"""Quantiles of exposures and clicks per user of KuaiRand-27K."""
+"""Quantiles of exposures and clicks per user of KuaiRand-27K, the first and last its extremes."""
 
 POPULARITY = (1, 2, 5, 10, 20, 50, 100, 350, 791, 1000, 15380)
 ITEMS_AT_LEAST = (1.0, 0.4598, 0.2141, 0.1224, 0.0702, 0.03246, 0.0171, 0.00409, 0.001, 0.000646, 3.1e-8)
@@ -137,7 +138,7 @@ def generate(
 
 def user_lengths(users: int) -> np.ndarray:
     """Exposures per user (float64 [users], ascending) at evenly spaced quantiles of the published distribution."""
-    return _quantile(EXPOSURES, (np.arange(users) + 0.5) / users)
+    return quantile(EXPOSURES, (np.arange(users) + 0.5) / users)
 
 
 def item_counts(items: int) -> np.ndarray:
@@ -148,8 +149,13 @@ def item_counts(items: int) -> np.ndarray:
     return np.floor(np.exp(np.interp(np.log(share), log_share, log_count)) + 1e-9).astype(np.int64)
 
 
-def _quantile(values: tuple[int, ...], at: np.ndarray) -> np.ndarray:
-    return np.exp(np.interp(at, QUANTILES, np.log(values)))
+def quantile(values: tuple[int, ...], at: np.ndarray) -> np.ndarray:
+    """The distribution with these values at `QUANTILES`, at other quantiles ([n], within 0 .. 1).
+
+    Logarithms of lengths are nearly straight over the logit of the quantile, and are interpolated there.
+    """
+    at = np.clip(at, QUANTILES[0], QUANTILES[-1])
+    return np.exp(np.interp(np.log(at / (1 - at)), [math.log(q / (1 - q)) for q in QUANTILES], np.log(values)))
 
 
 def _mean_length() -> float:
@@ -169,9 +175,9 @@ class _Plan:
         keys = np.random.default_rng((seed, 0)).integers(0, 2**63, size=(4, 4), dtype=np.uint64)
         self._rank_key, self._visit_key, self._user_key, self._item_key = keys
         rank = permuted(np.arange(users, dtype=np.uint64), users, self._rank_key).astype(np.float64)
-        quantile = (rank + 0.5) / users
-        lengths = _quantile(EXPOSURES, quantile)
-        self._click_rate = _quantile(CLICKS, quantile) / lengths
+        at = (rank + 0.5) / users
+        lengths = quantile(EXPOSURES, at)
+        self._click_rate = quantile(CLICKS, at) / lengths
         self._offsets = np.arange(users + 1) + _scaled(lengths, rows - users)  # at least one row each
         self._visits = -(-rows // PLAYLIST)
         self._playlist_ends = _scaled(item_counts(playlists).astype(np.float64), self._visits)[1:]

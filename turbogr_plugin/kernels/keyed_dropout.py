@@ -54,17 +54,22 @@ def keep_mask(key: DropoutKey, layer: int, width: int, p: float) -> Tensor:
     return torch.cat(masks)
 
 
+def _drop(x: Tensor, key: DropoutKey, layer: int, p: float) -> Tensor:
+    # The factor stays a Python number: in bfloat16 it would be off by up to 0.4 % for every element alike.
+    return torch.where(keep_mask(key, layer, x.shape[1], p), x * (1 / (1 - p)), 0)
+
+
 class _KeyedDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, key: DropoutKey, layer: int, p: float) -> Tensor:
         ctx.args = (key, layer, p)
-        return x * keep_mask(key, layer, x.shape[1], p).to(x.dtype).mul_(1 / (1 - p))
+        return _drop(x, key, layer, p)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         key, layer, p = ctx.args
         (grad,) = grads
-        return grad * keep_mask(key, layer, grad.shape[1], p).to(grad.dtype).mul_(1 / (1 - p)), None, None, None
+        return _drop(grad, key, layer, p), None, None, None
 
 
 def keyed_dropout(x: Tensor, key: DropoutKey, *, layer: int, p: float) -> Tensor:
