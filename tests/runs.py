@@ -1,7 +1,7 @@
 """A tiny store and configuration, and the command line started on them as a user or a launcher starts it.
 
-Starting a process costs seconds of imports, so `run_commands` runs many commands one after the other in one process per rank.
-The ranks are torchrun's; each command meets in a corner of the launcher's store of its own.
+Starting a process costs seconds of imports, so `run_commands` runs many commands one after the other in one process per
+rank. The ranks are torchrun's; each command meets in a corner of the launcher's store of its own.
 """
 
 from __future__ import annotations
@@ -101,17 +101,14 @@ def turbogr(*arguments: str, ranks: int | None, folder: Path) -> subprocess.Comp
     return launch(["-m", "turbogr_plugin.cli", *arguments], ranks=ranks, folder=folder)
 
 
-def run_commands(
-    commands: dict[str, list[str]], *, ranks: int | None, folder: Path
-) -> dict[str, list[Outcome]]:
+def run_commands(commands: dict[str, list[str]], *, ranks: int | None, folder: Path) -> dict[str, list[Outcome]]:
     """Runs commands one after the other in one process per rank; returns the outcomes of all ranks by command."""
     (folder / "commands.json").write_text(json.dumps(list(commands.values())))
     done = launch([str(Path(__file__)), "commands.json"], ranks=ranks, folder=folder)
     assert done.returncode == 0, done.stderr[-8000:]
     of_ranks = [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in range(ranks or 1)]
     return {
-        name: [Outcome(*outcome) for outcome in outcomes]
-        for name, *outcomes in zip(commands, *of_ranks, strict=True)
+        name: [Outcome(*outcome) for outcome in outcomes] for name, *outcomes in zip(commands, *of_ranks, strict=True)
     }
 
 

@@ -104,9 +104,7 @@ class TestBadInput:
             ("store of another version", ["version 99", "turbogr prepare"]),
         ],
     )
-    def test_is_one_line_that_names_it(
-        self, one_rank: dict[str, runs.Outcome], command: str, parts: list[str]
-    ) -> None:
+    def test_is_one_line_that_names_it(self, one_rank: dict[str, runs.Outcome], command: str, parts: list[str]) -> None:
         message = _one_line(one_rank[command])
         for part in parts:
             assert part in message
@@ -158,7 +156,9 @@ class TestTrained:
         assert all(line.startswith("epoch ") for line in first.err.splitlines()), first.err
         filtered, unfiltered, folder = first.out.splitlines()
         for line in (filtered, unfiltered):
-            assert all(f"{metric} 0." in line or f"{metric} 1." in line for metric in ("HR@10", "HR@50", "NDCG@10", "MRR"))
+            assert all(
+                f"{metric} 0." in line or f"{metric} 1." in line for metric in ("HR@10", "HR@50", "NDCG@10", "MRR")
+            )
         assert folder == "run folder: two"
 
     @pytest.mark.usefixtures("two_ranks")

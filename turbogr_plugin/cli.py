@@ -1,7 +1,7 @@
 """The `turbogr` command: prepare, synthesize, train, evaluate, recommend, info.
 
-Exit codes: 0 done, 2 bad input (one message on stderr), 1 anything else (with its traceback). Heavy imports happen inside
-the commands.
+Exit codes: 0 done, 2 bad input (one message on stderr), 1 anything else (with its traceback). Heavy imports happen
+inside the commands.
 """
 
 from __future__ import annotations
@@ -94,14 +94,21 @@ def _run_config_parser(command: str, description: str | None) -> ArgumentParser:
 def _run_config(parser: ArgumentParser, namespace: Namespace, *, own: Sequence[str]) -> RunConfig:
     from turbogr_plugin.training.config import RunConfig
 
-    values = parser.instantiate(namespace)
+    try:
+        values = parser.instantiate(namespace)
+    except ValueError as error:  # jsonargparse wraps what a class behind `X | None` raises
+        if isinstance(error.__cause__, InputError):
+            raise error.__cause__ from None
+        raise
     return RunConfig(**{key: value for key, value in vars(values).items() if key not in ("config", *own)})
 
 
 def _train(arguments: Sequence[str]) -> None:
     """Train a model and leave a run folder; one process, or one of many under torchrun or torchx."""
     parser = _run_config_parser("train", _train.__doc__)
-    parser.add_argument("--resume", type=bool, default=False, nargs="?", const=True, help="Go on from the latest checkpoint")
+    parser.add_argument(
+        "--resume", type=bool, default=False, nargs="?", const=True, help="Go on from the latest checkpoint"
+    )
     namespace = parser.parse_args(arguments)
     config = _run_config(parser, namespace, own=["resume"])
 
@@ -117,7 +124,9 @@ def _saved_run(command: str, description: str | None, arguments: Sequence[str]) 
     """The configuration of a finished run, and the options of a command that uses it."""
     run = ArgumentParser(prog=f"turbogr {command}", description=description, exit_on_error=False, allow_abbrev=False)
     run.add_argument("--run", type=str, required=True, help="Run folder")
-    run.add_argument("--checkpoint", type=str, default="best", help='"best", "latest" or the name of a checkpoint folder')
+    run.add_argument(
+        "--checkpoint", type=str, default="best", help='"best", "latest" or the name of a checkpoint folder'
+    )
     run.add_argument("--store", type=str, help="Store to use instead of the one the run was trained on")
     if command == "recommend":
         run.add_argument("--users", type=int, nargs="+", required=True, help="Raw user ids")
@@ -190,8 +199,8 @@ def _usage() -> str:
 def _refuse(message: str) -> int:
     """Says what the user can mend; returns the exit code.
 
-    Ranks refuse bad input together, so rank 0 speaks for all. torchrun ends its report with what a failed rank has left in
-    the file that TORCHELASTIC_ERROR_FILE names: the message, there, comes last, also that of a rank that fails alone.
+    Ranks refuse bad input together, so rank 0 speaks for all. torchrun ends its report with what a failed rank has left
+    in the file that TORCHELASTIC_ERROR_FILE names: there the message comes last, also that of a rank that fails alone.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:

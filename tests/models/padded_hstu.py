@@ -45,14 +45,14 @@ def padded_hstu(
     Returns:
         [B, N, D], undefined in padding.
     """
-    assert config.dim and config.blocks and config.heads and config.qk_dim and config.value_dim and config.max_length
+    size = config.dimensions()
     rows, width, dim = embeddings.shape
     x = embeddings * math.sqrt(dim) + weights["position_embedding"][:width]
     if dropout:
         x = x * dropout[0]
     place = torch.arange(width)
     seen = valid[:, None, :] & (place[None, :] <= place[:, None])
-    for layer in range(config.blocks):
+    for layer in range(size.blocks):
         own = {
             name.removeprefix(f"blocks.{layer}."): weight
             for name, weight in weights.items()
@@ -61,20 +61,20 @@ def padded_hstu(
         normed = functional.layer_norm(x, (dim,), own["input_norm.weight"], own["input_norm.bias"], 1e-6)
         u, v, q, k = torch.split(
             functional.silu(functional.linear(normed, own["uvqk.weight"])),
-            [config.heads * width for width in (config.value_dim, config.value_dim, config.qk_dim, config.qk_dim)],
+            [size.heads * width for width in (size.value_dim, size.value_dim, size.qk_dim, size.qk_dim)],
             dim=-1,
         )
-        q, k = (y.reshape(rows, width, config.heads, config.qk_dim) for y in (q, k))
+        q, k = (y.reshape(rows, width, size.heads, size.qk_dim) for y in (q, k))
         scores = torch.einsum("bihd,bjhd->bhij", q, k)
         if config.time_buckets:
             buckets = _buckets(query_times, times, config.time_buckets)
             scores = scores + own["time_bias"][buckets][:, None]
         if config.position_bias:
             scores = scores + own["position_bias"][(place[:, None] - place[None]).clamp(0)]
-        weight = torch.where(seen[:, None], functional.silu(scores) / config.max_length, 0.0)
-        attended = torch.einsum(
-            "bhij,bjhe->bihe", weight, v.reshape(rows, width, config.heads, config.value_dim)
-        ).flatten(2)
+        weight = torch.where(seen[:, None], functional.silu(scores) / size.max_length, 0.0)
+        attended = torch.einsum("bhij,bjhe->bihe", weight, v.reshape(rows, width, size.heads, size.value_dim)).flatten(
+            2
+        )
         gated = u * functional.layer_norm(
             attended, attended.shape[-1:], own["attention_norm.weight"], own["attention_norm.bias"], 1e-6
         )

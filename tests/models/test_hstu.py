@@ -12,7 +12,7 @@ from turbogr_plugin.kernels.keyed_dropout import DropoutKey, keep_mask
 from turbogr_plugin.kernels.offsets import lengths_to_offsets, positions, row_ids
 from turbogr_plugin.kernels.relative_bias import query_times
 from turbogr_plugin.models.hstu import HSTU, HSTUConfig, JaggedSequence
-from turbogr_plugin.models.sizes import SIZES, SizeName
+from turbogr_plugin.models.sizes import SIZES, ModelSize, SizeName
 
 SMALL: dict[str, Any] = {"dim": 12, "blocks": 2, "heads": 3, "qk_dim": 4, "value_dim": 5, "max_length": 9}
 P = {"input_dropout": 0.3, "dropout": 0.4}
@@ -43,7 +43,6 @@ def _model(**changes: Any) -> tuple[HSTUConfig, HSTU]:
 )
 def test_outputs_and_parameter_gradients_equal_the_padded_model(changes: dict[str, Any], lengths: list[int]) -> None:
     config, model = _model(**changes)
-    assert config.heads and config.value_dim
     generator = torch.Generator().manual_seed(1)
     total, width = sum(lengths), max(lengths)
     offsets = lengths_to_offsets(torch.tensor(lengths))
@@ -59,7 +58,7 @@ def test_outputs_and_parameter_gradients_equal_the_padded_model(changes: dict[st
 
     factors = None
     if key is not None:
-        inner = config.heads * config.value_dim
+        inner = config.dimensions().heads * config.dimensions().value_dim
         rates = [(SMALL["dim"], 0.3), (inner, 0.4), (inner, 0.4)]
         flat = [keep_mask(key, layer, width, p).double() / (1 - p) for layer, (width, p) in enumerate(rates)]
         factors = [pad(factor) for factor in flat]
@@ -98,24 +97,16 @@ def test_named_sizes_have_the_published_number_of_dense_parameters(size: SizeNam
     config = HSTUConfig(size=size)
     with torch.device("meta"):
         model = HSTU(config)
-    assert config.dim and config.blocks
-    published = 5 * config.dim**2 * config.blocks
+    published = 5 * SIZES[size].dim ** 2 * SIZES[size].blocks
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
     assert matrices == published
     assert sum(p.numel() for p in model.blocks.parameters()) < 1.04 * published
-    assert model.position_embedding.shape == (config.max_length, config.dim)
+    assert model.position_embedding.shape == (SIZES[size].max_length, SIZES[size].dim)
 
 
 def test_fields_given_override_the_named_size() -> None:
     config = HSTUConfig(size="small", heads=2, max_length=50)
-    assert (config.dim, config.blocks, config.heads, config.qk_dim, config.value_dim, config.max_length) == (
-        256,
-        4,
-        2,
-        32,
-        32,
-        50,
-    )
+    assert config.dimensions() == ModelSize(dim=256, blocks=4, heads=2, qk_dim=32, value_dim=32, max_length=50)
 
 
 @pytest.mark.parametrize(

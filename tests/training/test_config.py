@@ -54,7 +54,8 @@ def test_options_override_the_file_which_overrides_the_defaults(
     ((config, resume),) = trained
     assert resume is True
     assert (config.training.epochs, config.training.global_batch_size, config.training.patience) == (3, 32, 10)
-    assert (config.model.dim, config.model.heads, config.model.qk_dim, config.model.blocks) == (16, 2, 32, 4)
+    size = config.model.dimensions()
+    assert (size.dim, size.heads, size.qk_dim, size.blocks) == (16, 2, 32, 4)
     assert config.evaluation.cutoffs == [5, 10, 20]
     assert config.data.prepare is None
 
@@ -68,7 +69,7 @@ def test_a_named_size_sets_the_dimensions_that_are_not_given(
     assert _exit_code(["train", "--config", _file(tmp_path, content), "--model.size", size]) == 0
     assert _exit_code(["train", "--config", _file(tmp_path, {**content, "model": {"size": size}})]) == 0
     assert [config.model for config, _ in trained] == [expected, expected]
-    assert (expected.dim, expected.blocks) == (SIZES[size].dim, SIZES[size].blocks)
+    assert expected.dimensions() == SIZES[size]
 
 
 def test_a_run_without_a_model_takes_the_default_size() -> None:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from turbogr_plugin.backend.rank_exchange import RankExchange
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.training.evaluation import EvaluationQueries, evaluate, top_k
 from turbogr_plugin.training.item_corpus import ItemCorpus, ItemShard, local_item_rows
 from turbogr_plugin.training.metrics import ranking_metrics
-from turbogr_plugin.backend.rank_exchange import RankExchange
 
 CPU = torch.device("cpu")
 DIM = 4

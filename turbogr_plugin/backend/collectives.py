@@ -56,8 +56,8 @@ def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup) -> T | None:
 
     Raises:
         InputError: that of `work`, with the same message on all ranks.
-        Exception: any other of `work` on rank 0; RuntimeError with its message on the others, so that nobody waits for the
-            timeout.
+        Exception: any other of `work` on rank 0; RuntimeError with its message on the others, so that nobody waits for
+            the timeout.
     """
     result: T | None = None
     failure: Exception | None = None

@@ -9,7 +9,7 @@ Letters: T tokens, D model dim, H heads, A query/key dim of a head, E value dim 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import get_args
 
 import torch
@@ -19,7 +19,7 @@ from turbogr_plugin.errors import InputError
 from turbogr_plugin.kernels.jagged_attention import hstu_attention
 from turbogr_plugin.kernels.keyed_dropout import DropoutKey, keyed_dropout
 from turbogr_plugin.kernels.relative_bias import QueryTime
-from turbogr_plugin.models.sizes import SIZES, SizeName
+from turbogr_plugin.models.sizes import SIZES, ModelSize, SizeName
 
 _EPS = 1e-6
 
@@ -56,16 +56,9 @@ class HSTUConfig:
     def __post_init__(self) -> None:
         if self.size not in SIZES:
             raise InputError(f"model.size must be one of {', '.join(SIZES)}, got {self.size!r}")
-        size = SIZES[self.size]
-        self.dim = size.dim if self.dim is None else self.dim
-        self.blocks = size.blocks if self.blocks is None else self.blocks
-        self.heads = size.heads if self.heads is None else self.heads
-        self.qk_dim = size.head_dim if self.qk_dim is None else self.qk_dim
-        self.value_dim = size.head_dim if self.value_dim is None else self.value_dim
-        self.max_length = size.max_length if self.max_length is None else self.max_length
-        for name in ("dim", "blocks", "heads", "qk_dim", "value_dim", "max_length"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model.{name} must be at least 1, got {getattr(self, name)}")
+        for name, value in asdict(self.dimensions()).items():
+            if value < 1:
+                raise InputError(f"model.{name} must be at least 1, got {value}")
         for name in ("input_dropout", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"model.{name} must be in [0, 1), got {getattr(self, name)}")
@@ -73,6 +66,11 @@ class HSTUConfig:
             raise InputError(f"model.time_buckets must be at least 0, got {self.time_buckets}")
         if self.query_time not in get_args(QueryTime):
             raise InputError(f"model.query_time must be one of {get_args(QueryTime)}, got {self.query_time!r}")
+
+    def dimensions(self) -> ModelSize:
+        """The named size with the fields given here in place of its own."""
+        given = {field.name: getattr(self, field.name) for field in fields(ModelSize)}
+        return replace(SIZES[self.size], **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -97,22 +95,22 @@ class HSTUBlock(nn.Module):
 
     def __init__(self, config: HSTUConfig, layer: int) -> None:
         super().__init__()
-        assert config.dim and config.heads and config.qk_dim and config.value_dim and config.max_length
-        self.heads, self.qk_dim, self.value_dim = config.heads, config.qk_dim, config.value_dim
-        self.scale = 1.0 / config.max_length
+        size = config.dimensions()
+        self.heads, self.qk_dim, self.value_dim = size.heads, size.qk_dim, size.value_dim
+        self.scale = 1.0 / size.max_length
         self.alpha = 1.0  # as published: the products are not divided by sqrt(A)
         self.layer = layer
         self.p = config.dropout
-        inner = config.heads * config.value_dim
-        self.input_norm = nn.LayerNorm(config.dim, eps=_EPS)
-        self.uvqk = nn.Linear(config.dim, 2 * inner + 2 * config.heads * config.qk_dim, bias=False)
+        inner = size.heads * size.value_dim
+        self.input_norm = nn.LayerNorm(size.dim, eps=_EPS)
+        self.uvqk = nn.Linear(size.dim, 2 * inner + 2 * size.heads * size.qk_dim, bias=False)
         self.attention_norm = nn.LayerNorm(inner, eps=_EPS)
-        self.output = nn.Linear(inner, config.dim)
+        self.output = nn.Linear(inner, size.dim)
         nn.init.normal_(self.uvqk.weight, std=0.02)
         nn.init.xavier_uniform_(self.output.weight)
         nn.init.zeros_(self.output.bias)
         self.time_bias = nn.Parameter(torch.randn(config.time_buckets) * 0.02) if config.time_buckets else None
-        self.position_bias = nn.Parameter(torch.randn(config.max_length) * 0.02) if config.position_bias else None
+        self.position_bias = nn.Parameter(torch.randn(size.max_length) * 0.02) if config.position_bias else None
 
     def forward(self, x: Tensor, sequence: JaggedSequence) -> Tensor:
         """x: [T, D]; returns [T, D]."""
@@ -143,11 +141,11 @@ class HSTU(nn.Module):
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
-        assert config.dim and config.blocks and config.max_length
+        size = config.dimensions()
         self.p = config.input_dropout
-        self.input_scale = config.dim**0.5
-        self.position_embedding = nn.Parameter(torch.randn(config.max_length, config.dim) * config.dim**-0.5)
-        self.blocks = nn.ModuleList(HSTUBlock(config, layer + 1) for layer in range(config.blocks))
+        self.input_scale = size.dim**0.5
+        self.position_embedding = nn.Parameter(torch.randn(size.max_length, size.dim) * size.dim**-0.5)
+        self.blocks = nn.ModuleList(HSTUBlock(config, layer + 1) for layer in range(size.blocks))
 
     def forward(self, embeddings: Tensor, positions: Tensor, sequence: JaggedSequence) -> Tensor:
         """Encodes tokens.

@@ -129,12 +129,11 @@ class SequentialRetriever(nn.Module):
         device: of the item table; `torch.device("meta")` where TorchRec is to allocate the shards.
         """
         super().__init__()
-        assert config.dim
         self.item_embeddings = EmbeddingCollection(
             tables=[
                 EmbeddingConfig(
                     name=ITEM_TABLE,
-                    embedding_dim=config.dim,
+                    embedding_dim=config.dimensions().dim,
                     num_embeddings=num_items,
                     feature_names=[ITEM, NEGATIVE],
                 )

@@ -8,7 +8,7 @@ reads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from turbogr_plugin.data.prepare import PrepareConfig
@@ -95,17 +95,6 @@ class EvaluationConfig:
         self.cutoffs = sorted({10, *self.cutoffs})
 
 
-def _model_of_any_size() -> HSTUConfig:
-    """The default model with the fields that its named size decides still open.
-
-    jsonargparse starts from the default's fields: those of the default size, filled in, would hide any other size.
-    """
-    config = HSTUConfig()
-    for name in ("dim", "blocks", "heads", "qk_dim", "value_dim", "max_length"):
-        setattr(config, name, None)
-    return config
-
-
 @dataclass(kw_only=True)
 class RunConfig:
     """Everything that a run is made of."""
@@ -118,7 +107,7 @@ class RunConfig:
     "Device type of all ranks."
     timeout_minutes: float = 10.0
     "After which a collective that some rank does not join fails on the others."
-    model: HSTUConfig = field(default_factory=_model_of_any_size)
+    model: HSTUConfig = field(default_factory=HSTUConfig)
     "The encoder."
     loss: LossConfig = field(default_factory=LossConfig)
     "The objective."
@@ -132,6 +121,5 @@ class RunConfig:
     "Full-corpus evaluation."
 
     def __post_init__(self) -> None:
-        self.model = replace(self.model)  # fills open fields in
         if not self.timeout_minutes > 0:
             raise InputError(f"timeout_minutes must be positive, got {self.timeout_minutes}")

@@ -26,10 +26,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.training.item_corpus import ItemCorpus
 from turbogr_plugin.training.metrics import DEFAULT_CUTOFFS, check_cutoffs, ranking_metrics
-from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.training.ranking import SeenItems, TargetRankCounter, check_item_indices, check_jagged
 
 BatchT = TypeVar("BatchT")

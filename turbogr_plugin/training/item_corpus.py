@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.models.retrieval import l2_normalize
-from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 
 #: Items per chunk: 64 MB of fp32 scores at 1,024 queries.
 DEFAULT_CHUNK_ITEMS = 16_384

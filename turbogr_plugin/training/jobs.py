@@ -26,7 +26,6 @@ from turbogr_plugin.training.run_folder import write_atomically
 from turbogr_plugin.training.session import Session
 from turbogr_plugin.training.trainer import Trainer
 
-
 _PREPARE_TIMEOUT = timedelta(days=1)
 
 
@@ -102,7 +101,7 @@ def recommend(config: RunConfig, checkpoint: str, raw_users: list[int], k: int) 
         _load(session, checkpoint)
         mine: dict[int, list[int]] = {}
         for indices, top in session.recommend(users, k):
-            for user, items in zip(indices, top.items.cpu().numpy()):
+            for user, items in zip(indices, top.items.cpu().numpy(), strict=True):
                 mine[int(store.raw_user_ids[user])] = store.raw_item_ids[items[items >= 0]].tolist()
         gathered: list[dict[int, list[int]]] = [{}] * session.world_size
         dist.all_gather_object(gathered, mine, group=session.group)

@@ -30,8 +30,7 @@ class Session:
         self.config, self.store, self.group, self.device = config, store, group, device
         self.rank, self.world_size = group.rank(), group.size()
         self.model = build_model(config, store, group, device)
-        assert config.model.max_length
-        self.max_length = config.model.max_length
+        self.max_length = config.model.dimensions().max_length
         self.checkpoints = Path(config.output) / "checkpoints"
 
     def load_model(self, checkpoint: Checkpoint) -> dict[str, Any]:

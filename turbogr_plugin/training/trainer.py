@@ -86,8 +86,8 @@ class Trainer:
         latest = latest_checkpoint(session.checkpoints)
         if latest is not None and not resume:
             raise InputError(
-                f"{session.checkpoints} holds the checkpoint {latest.path.name} of an earlier run: pass --resume to go on "
-                "from it, or another --output"
+                f"{session.checkpoints} holds the checkpoint {latest.path.name} of an earlier run: pass --resume to go "
+                "on from it, or another --output"
             )
         initialize_optimizer_state(self.optimizer)
         if latest is not None:
@@ -106,7 +106,7 @@ class Trainer:
             return RunFolder(Path(self.config.output), resume_step=self.position.step)
         except OSError as error:
             raise InputError(
-                f"output {self.config.output}: {error.strerror} ({error.filename}): name a folder that can be written to"
+                f"output {self.config.output}: {error.strerror} ({error.filename}): name a folder that can be written"
             ) from error
 
     def train(self) -> dict[str, Any]:
@@ -115,7 +115,8 @@ class Trainer:
         batches = training_batches(self.steps, self.position.step, self.total_steps, workers=self.config.data.workers)
         if self.progress and self.position.step:
             done = self.position.stopped or self.position.step >= self.total_steps
-            self.progress.say(f"resumed at step {self.position.step}" + (": training is done, testing again" if done else ""))
+            what_follows = ": training is done, testing again" if done else ""
+            self.progress.say(f"resumed at step {self.position.step}{what_follows}")
         while self.position.step < self.total_steps and not self.position.stopped:
             epoch_end = (self.position.step // self.steps.steps_per_epoch + 1) * self.steps.steps_per_epoch
             epoch_batches = itertools.islice(batches, epoch_end - self.position.step)
@@ -223,8 +224,8 @@ class Trainer:
         for name, value in self._batches().items():
             if extra["batches"][name] != value:
                 raise InputError(
-                    f"{checkpoint.path} cannot be resumed: {name} was {extra['batches'][name]} and is {value} now. Use the "
-                    "former, or train anew with another --output."
+                    f"{checkpoint.path} cannot be resumed: {name} was {extra['batches'][name]} and is {value} now. Use "
+                    "the former, or train anew with another --output."
                 )
         self.position = _Position(**extra["position"])
 
