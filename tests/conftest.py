@@ -107,6 +107,10 @@ def one_rank(
         "train, shared negatives": [
             *(*train, "--output", "one-shared", "--negatives.sharing", "sequence", "--training.epochs", "2"),
         ],
+        "train, seldom validating, in bf16": [
+            *(*train, "--output", "seldom", "--training.precision", "bf16", "--training.epochs", "3"),
+            *("--training.evaluate_every", "2", "--training.checkpoint_every", "6", "--training.keep", "9"),
+        ],
         "train from config.yaml": [
             "train",
             "--config",

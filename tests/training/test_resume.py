@@ -127,3 +127,17 @@ def test_a_full_disk_is_one_message_and_leaves_the_earlier_checkpoint(
     assert found is not None
     read_index(found.path)
     assert _hidden(small_disk / "run") == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoints_are_written_at_epoch_ends_without_validation_too(tiny: Path) -> None:
+    assert [record["epoch"] for record in runs.records(tiny / "seldom", "validation.jsonl")] == [2, 3]
+    kept = sorted(path.name for path in (tiny / "seldom/checkpoints").iterdir())
+    assert kept == ["best", "step-00000006", "step-00000012", "step-00000018"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_bf16_training_follows_the_fp32_losses(tiny: Path) -> None:
+    low, full = runs.losses(tiny / "seldom"), runs.losses(tiny / "one")[: 3 * runs.STEPS_PER_EPOCH]
+    assert not np.array_equal(low, full)
+    np.testing.assert_allclose(low, full, rtol=0.02)

@@ -231,7 +231,11 @@ class Trainer:
 
     def _finish(self, started: float) -> dict[str, Any]:
         best = find_checkpoint(self.session.checkpoints, BEST)
-        assert best is not None
+        if best is None:
+            raise InputError(
+                f"{self.session.checkpoints} has lost its checkpoint {BEST!r}, which the test needs: resume the run "
+                "from an earlier checkpoint, or train anew"
+            )
         self.session.load_model(best)
         result = self.session.evaluate("test")
         position = self.position
