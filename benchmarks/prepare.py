@@ -30,7 +30,8 @@ SMALL, LARGE = 20_000_000, 60_000_000
 
 _CHILD = """
 import json, sys
-from turbogr_plugin.data.prepare import PrepareConfig, prepare
+from turbogr_plugin.data.config import PrepareConfig
+from turbogr_plugin.data.prepare import prepare
 report = prepare(PrepareConfig(format="kuairand", inputs=[sys.argv[1]]), sys.argv[2])
 print(json.dumps(report.as_dict()))
 """

@@ -94,6 +94,7 @@ def one_rank(
     small_disk: Path | None,
 ) -> dict[str, runs.Outcome]:
     """Commands on one rank, by name; some go on with what the runs on two ranks left."""
+    shutil.copytree(tiny / "two", tiny / "patient")
     for name in ("store-damaged", "store-version"):
         shutil.copytree(tiny / "store", tiny / name)
     times = bytearray((tiny / "store-damaged/times.npy").read_bytes())
@@ -132,6 +133,11 @@ def one_rank(
         "another model": [*train, "--output", "two", "--resume", "--model.dim", "24"],
         "other batches": [*train, "--output", "two", "--resume", "--training.global_batch_size", "10"],
         "resume after the end": [*train, "--output", "anew", "--resume", "--training.epochs", "2"],
+        "resume with more patience": [
+            *(*train, "--output", "patient", "--resume", "--training.patience", "99", "--training.epochs", "17"),
+        ],
+        "resume of nothing": [*train, "--output", "of-nothing", "--resume", "--training.epochs", "1"],
+        "other heads": [*train, "--output", "two", "--resume", "--model.heads", "4", "--model.qk_dim", "4"],
     }
     if small_disk is not None:
         commands["full disk"] = [*train, "--output", str(small_disk / "run")]

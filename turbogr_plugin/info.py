@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
-from importlib import metadata
 from pathlib import Path
 
-from turbogr_plugin import __version__
+from turbogr_plugin.backend.host_versions import installed_versions
 from turbogr_plugin.data.store import MANIFEST, InteractionStore
 from turbogr_plugin.errors import InputError
-
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "torchx", "duckdb", "numpy")
 
 
 def versions() -> list[str]:
     """The versions of this package, Python and the host packages."""
-    lines = [f"turbogr-plugin {__version__}, Python {platform.python_version()}, {platform.platform()}"]
-    for package in _PACKAGES:
-        try:
-            lines.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            lines.append(f"{package} not installed")
-    return lines
+    return [f"{name} {version}" for name, version in installed_versions().items()] + [platform.platform()]
 
 
 def describe(path: Path) -> list[str]:

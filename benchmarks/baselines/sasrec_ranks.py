@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from turbogr_plugin.data.prepare import PrepareConfig, prepare
+from turbogr_plugin.data.config import PrepareConfig
+from turbogr_plugin.data.prepare import prepare
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.training.ranking import target_ranks

@@ -12,7 +12,8 @@ import pytest
 
 from tests.data.oracles import Row, oracle_sequences, store_sequences
 from turbogr_plugin.data import prepare as prepare_module
-from turbogr_plugin.data.prepare import PrepareConfig, prepare
+from turbogr_plugin.data.config import PrepareConfig
+from turbogr_plugin.data.prepare import prepare
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.errors import InputError
 

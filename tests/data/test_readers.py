@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -12,8 +13,10 @@ import pytest
 
 from tests.data.oracles import store_sequences
 from turbogr_plugin.data import readers
-from turbogr_plugin.data.prepare import PrepareConfig, PrepareReport, prepare
+from turbogr_plugin.data.config import PrepareConfig
+from turbogr_plugin.data.prepare import PrepareReport, prepare
 from turbogr_plugin.data.readers import KUAIRAND_LOGS
+from turbogr_plugin.data.scan import first_problem, scan_query
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.errors import InputError
 
@@ -60,7 +63,9 @@ def test_text_is_read_with_any_delimiter_header_and_line_end(
     report, sequences = read(tmp_path, format="text", inputs=[path])
 
     assert sequences == {5: [(9, 10), (8, 20), (7, 30)]}
-    assert report.notes == []
+    shown = repr(delimiter.join(lines[0]))
+    assert report.notes == [f"note: {path}: line 1 taken as the header: {shown}; it has no integer"] * header
+    assert not header or report.notes[0] in report.lines()
 
 
 def test_text_without_times_keeps_the_order_of_the_file(tmp_path: Path) -> None:
@@ -113,12 +118,37 @@ def test_an_integer_may_be_written_with_a_sign_or_zeros(tmp_path: Path) -> None:
 BAD_CELLS = ["x", "1.5", "1.0", "1e3", "0x10", "1_000", "", " 1", '"1"', "9223372036854775808", "nan", "1 ", "\x001"]
 
 
-@pytest.mark.parametrize("column", [0, 1, 2])
-@pytest.mark.parametrize("cell", BAD_CELLS, ids=[repr(cell) for cell in BAD_CELLS])
-def test_a_cell_that_is_no_integer_is_named_with_file_and_line(tmp_path: Path, cell: str, column: int) -> None:
+def with_bad_cell(path: Path, cell: str, column: int) -> str:
+    """A log with `cell` in a column of its third line."""
     line = ["1", "2", "3"]
     line[column] = cell
-    path = write(tmp_path / "log.txt", "1,2,3\n1,3,4\n" + ",".join(line) + "\n1,2,3\n")
+    return write(path, "1,2,3\n1,3,4\n" + ",".join(line) + "\n1,2,3\n")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[duckdb.DuckDBPyConnection]:
+    with duckdb.connect() as connection:
+        yield connection
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+@pytest.mark.parametrize("cell", BAD_CELLS, ids=[repr(cell) for cell in BAD_CELLS])
+def test_a_cell_that_is_no_integer_stops_the_scan_and_is_named_with_file_and_line(
+    tmp_path: Path, engine: duckdb.DuckDBPyConnection, cell: str, column: int
+) -> None:
+    path = with_bad_cell(tmp_path / "log.txt", cell, column)
+    source = readers.open_source(PrepareConfig(format="text", inputs=[path]))
+
+    with pytest.raises((duckdb.InvalidInputException, duckdb.ConversionException)):
+        engine.execute(f"CREATE OR REPLACE TABLE rows AS {scan_query(source, allow_negative_times=False)}")
+    problem = first_problem(source, allow_negative_times=False)
+    assert problem is not None and "\n" not in problem
+    assert problem.startswith(f"{path}, line 3: column {('user', 'item', 'time')[column]} is ")
+
+
+@pytest.mark.parametrize("column", [0, 1, 2])
+def test_a_cell_that_is_no_integer_is_refused(tmp_path: Path, column: int) -> None:
+    path = with_bad_cell(tmp_path / "log.txt", "1.5", column)
 
     refuse(tmp_path, rf"log\.txt, line 3: column {('user', 'item', 'time')[column]} is ", format="text", inputs=[path])
 
@@ -156,7 +186,7 @@ NO_TEXTS: dict[str, tuple[str | bytes, str]] = {
     "mixed line ends": ("1 2\r\n1 3\n1 4\r\n", "log.txt cannot be read"),
     "one column": ("1\n2\n", "1 columns, expected"),
     "a repeated name": ("user,user\n1,2\n", "empty or repeated column name"),
-    "negative times": ("1 2 3\n1 2 -3\n", "line 2: column time is -3, a time before the epoch"),
+    "negative times": ("1 2 3\n1 2 -3\n", "line 2: column time is -3, a time .*--allow_negative_times true"),
 }
 
 
@@ -197,6 +227,15 @@ def test_real_texts_are_read(tmp_path: Path, name: str, rows: int, users: int, u
 
     assert (report.rows_read, report.users_read) == (rows, users)
     assert InteractionStore.open(tmp_path / "out").time_unit == unit
+
+
+def test_missing_columns_of_a_text_are_named_together_and_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.txt", "who,what\n1,2\n")
+
+    message = refuse(tmp_path, "has no columns a, b, c ", format="text", inputs=[path],
+                     user_column="a", item_column="b", time_column="c")  # fmt: skip
+
+    assert message.count("--user_column") == 1 and message.endswith("It has: who, what.")
 
 
 # ---- KuaiRand
@@ -287,10 +326,11 @@ def test_feedback_rules_count_what_they_remove(tmp_path: Path) -> None:
 def test_a_missing_column_is_named_with_those_present(tmp_path: Path) -> None:
     path = write(tmp_path / "log.tsv", "user_id\tvideo_id\ttime_ms\tis_click\n1\t2\t3\t1\n")
 
-    message = refuse(tmp_path, "has no column is_like", format="kuairand", inputs=[path])
+    message = refuse(tmp_path, "has no columns is_like, is_follow, ", format="kuairand", inputs=[path])
 
-    assert "no column is_hate" in message and "It has: user_id, video_id, time_ms, is_click." in message
-    message = refuse(
+    assert "is_comment, is_forward, long_view (feedback: " in message and message.count("--feedback") == 1
+    assert "; no column is_hate (" in message and "It has: user_id, video_id, time_ms, is_click." in message
+    refuse(
         tmp_path, "has no column video_id", format="kuairand", drop_hated=False, feedback=["is_click"],
         inputs=[write(tmp_path / "log2.csv", "user_id,item,time_ms,is_click\n1,2,3,1\n")],
     )  # fmt: skip
@@ -322,7 +362,7 @@ def test_files_with_different_headers_are_refused(tmp_path: Path) -> None:
 def test_real_kuairand_rows_are_read(tmp_path: Path) -> None:
     path = SHARED / "kuairand27k_feedback_core15.tsv"
     config: dict[str, Any] = {"format": "kuairand", "inputs": [str(path)]}
-    refuse(tmp_path, "no column is_hate .*drop_hated=false", **config)
+    refuse(tmp_path, "no column is_hate .*--drop_hated false", **config)
     names = path.read_text().splitlines()[0].split("\t")
     table = [dict(zip(names, line.split("\t"), strict=True)) for line in path.read_text().splitlines()[1:]]
 
@@ -435,9 +475,12 @@ BAD_PARQUET: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda p: parquet(p, user_id=[1], item_id=pyarrow.array([2**63], pyarrow.uint64())),
         "row 1: column item_id is 9223372036854775808",
     ),
-    "negative": (lambda p: parquet(p, user_id=[1], item_id=[1], timestamp=[-4]), "row 1: column timestamp is -4"),
+    "negative": (
+        lambda p: parquet(p, user_id=[1], item_id=[1], timestamp=[-4]),
+        "row 1: column timestamp is -4, a time .*--allow_negative_times true",
+    ),
     "no rows": (lambda p: parquet(p, user_id=np.zeros(0, int), item_id=np.zeros(0, int)), "has no rows"),
-    "no user": (lambda p: parquet(p, who=[1], item_id=[1]), "no column user_id .*user_column.* It has: who, item_id"),
+    "no user": (lambda p: parquet(p, who=[1], item_id=[1]), "no column user_id .*--user_column.* It has: who, item_id"),
     "no parquet": (lambda p: write(p, "PAR1 and more words"), "is not a readable Parquet file"),
 }
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,20 +13,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from turbogr_plugin.data.prepare import PrepareConfig, prepare
+from turbogr_plugin.data.config import PrepareConfig
+from turbogr_plugin.data.prepare import prepare
 from turbogr_plugin.data.store import FORMAT_VERSION, InteractionStore, NpyWriter, replace_on_success
 from turbogr_plugin.errors import InputError
 
 
-def make_store(folder: Path, *, name: str = "store", items: int = 4) -> Path:
-    log = folder / f"{name}.txt"
+def make_store(folder: Path, *, items: int = 4) -> Path:
+    log = folder / "store.txt"
     log.write_text("".join(f"{user} {item} {item * 10}\n" for user in (30, 7, 12) for item in range(items)))
-    prepare(PrepareConfig(format="text", inputs=[str(log)], user_core=1, item_core=1), folder / name)
-    return folder / name
+    prepare(PrepareConfig(format="text", inputs=[str(log)], user_core=1, item_core=1), folder / "store")
+    return folder / "store"
 
 
-def test_a_store_gives_back_sequences_by_dense_and_raw_user(tmp_path: Path) -> None:
-    store = InteractionStore.open(make_store(tmp_path))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    make_store(folder)
+    return folder
+
+
+@pytest.fixture
+def path(made: Path, tmp_path: Path) -> Path:
+    """A store of the test's own in tmp_path, a copy of the one that was prepared."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "store"
+
+
+def test_a_store_gives_back_sequences_by_dense_and_raw_user(path: Path) -> None:
+    store = InteractionStore.open(path)
 
     assert (store.num_users, store.num_items, store.num_interactions, store.time_unit) == (3, 4, 12, "s")
     assert store.user_indices([12, 30]).tolist() == [1, 2]
@@ -35,8 +51,8 @@ def test_a_store_gives_back_sequences_by_dense_and_raw_user(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("raw", [[8], [7, 31, 2**63 - 1], [-1]])
-def test_unknown_users_are_named(tmp_path: Path, raw: list[int]) -> None:
-    store = InteractionStore.open(make_store(tmp_path))
+def test_unknown_users_are_named(path: Path, raw: list[int]) -> None:
+    store = InteractionStore.open(path)
 
     with pytest.raises(InputError, match=f"no user .*{raw[-1]}"):
         store.user_indices(raw)
@@ -68,8 +84,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_store_is_refused_with_the_command_that_mends_it(tmp_path: Path, damage: str) -> None:
-    path = make_store(tmp_path)
+def test_a_damaged_store_is_refused_with_the_command_that_mends_it(path: Path, damage: str) -> None:
     break_it, message = DAMAGE[damage]
     break_it(path)
 
@@ -78,8 +93,7 @@ def test_a_damaged_store_is_refused_with_the_command_that_mends_it(tmp_path: Pat
     assert "turbogr prepare" in str(error.value)
 
 
-def test_a_changed_byte_passes_only_when_verification_is_turned_off(tmp_path: Path) -> None:
-    path = make_store(tmp_path)
+def test_a_changed_byte_passes_only_when_verification_is_turned_off(path: Path) -> None:
     flip_last_byte(path / "times.npy")
 
     InteractionStore.open(path, verify=False)
@@ -90,8 +104,7 @@ def test_a_missing_store_is_named(tmp_path: Path) -> None:
         InteractionStore.open(tmp_path / "nowhere")
 
 
-def test_a_store_replaces_an_older_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    path = make_store(tmp_path)
+def test_a_store_replaces_an_older_one_and_leaves_nothing_beside_it(tmp_path: Path, path: Path) -> None:
     (tmp_path / "store.txt").write_text("".join(f"1 {item}\n" for item in range(9)))
 
     prepare(
@@ -116,8 +129,33 @@ def test_an_output_that_is_no_store_is_not_touched(tmp_path: Path, what: str) ->
     assert (output / "chapter1" if what == "folder" else output).read_text() == "words"
 
 
-def test_a_failure_leaves_the_old_store_and_no_new_folder(tmp_path: Path) -> None:
-    path = make_store(tmp_path)
+def test_an_output_in_no_folder_is_one_error_that_names_it_and_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("words")
+    for output, reason in (
+        ("/proc/x", r"No such file or directory: /proc/x\.tmp-\d+"),
+        ("/proc/x/y", "No such file or directory: /proc/x"),
+        (f"{tmp_path}/file/out", f"{tmp_path}/file is not a folder"),
+        (f"{tmp_path}/file/deeper/out", f"{tmp_path}/file is not a folder"),
+        (f"{tmp_path}/{'x' * 300}", "File name too long"),
+    ):
+        expected = pytest.raises(InputError, match=f"{output} cannot be made: {reason}")
+        with expected as error, replace_on_success(Path(output)):
+            raise AssertionError("the block must not run")
+        assert "\n" not in str(error.value)
+    assert (tmp_path / "file").read_text() == "words"
+
+
+def test_an_output_where_the_user_may_not_write_is_one_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path, *arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", denied)  # the superuser may write everywhere
+    expected = pytest.raises(InputError, match=f"{path} cannot be made: Permission denied: {path.parent}")
+    with expected, replace_on_success(path):
+        raise AssertionError("the block must not run")
+
+
+def test_a_failure_leaves_the_old_store_and_no_new_folder(tmp_path: Path, path: Path) -> None:
     before = (path / "manifest.json").read_bytes()
 
     def interrupted() -> None:
@@ -132,13 +170,14 @@ def test_a_failure_leaves_the_old_store_and_no_new_folder(tmp_path: Path) -> Non
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["store", "store.txt"]
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_one_and_a_living_one_is_spared(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_is_removed_by_the_next_one_and_a_living_one_is_spared(
+    tmp_path: Path, path: Path
+) -> None:
     script = (
         "import os, sys, time\nfrom pathlib import Path\nfrom turbogr_plugin.data.store import replace_on_success\n"
         "with replace_on_success(Path(sys.argv[1])) as work:\n"
         "    (work / 'item_ids.npy').write_bytes(b'half')\n    print('ready', flush=True)\n    time.sleep(60)\n"
     )
-    path = make_store(tmp_path)
     children = [
         subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
@@ -163,8 +202,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one_and_a_living_one_is_s
             child.stdout.close()
 
 
-def test_a_replacement_cut_off_between_its_renames_is_explained(tmp_path: Path) -> None:
-    path = make_store(tmp_path)
+def test_a_replacement_cut_off_between_its_renames_is_explained(tmp_path: Path, path: Path) -> None:
     path.rename(tmp_path / "store.old-123")
 
     with pytest.raises(InputError, match=r"mv .*store\.old-123 .*store"):
@@ -186,9 +224,8 @@ def test_an_array_is_written_as_numpy_would_in_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("array", ["item_ids.npy", "times.npy", "users.npy"])
 def test_a_full_disk_is_one_clear_error_and_leaves_the_old_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, array: str
 ) -> None:
-    path = make_store(tmp_path)
     before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
     append = NpyWriter.append
 
@@ -205,16 +242,16 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_old_store(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["store", "store.txt"]
 
 
-def test_a_refused_write_of_the_engine_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_refused_write_of_the_engine_is_one_clear_error(tmp_path: Path, path: Path) -> None:
     """The operating system refuses writes beyond a file size, as a full disk does: here already in the engine's."""
     script = (
-        "import resource, sys\nfrom turbogr_plugin.data.prepare import PrepareConfig, prepare\n"
+        "import resource, sys\nfrom turbogr_plugin.data.config import PrepareConfig\n"
+        "from turbogr_plugin.data.prepare import prepare\n"
         "from turbogr_plugin.errors import InputError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))\n"
         "try:\n    prepare(PrepareConfig(format='text', inputs=[sys.argv[1]], user_core=1, item_core=1), sys.argv[2])\n"
         "except InputError as error:\n    print(error)\n    sys.exit(2)\n"
     )
-    path = make_store(tmp_path)
     rng = np.random.default_rng(0)
     pairs = zip(rng.integers(0, 20_000, 100_000).tolist(), rng.integers(0, 2**62, 100_000).tolist(), strict=True)
     (tmp_path / "log.txt").write_text("".join(f"{user} {item}\n" for user, item in pairs))

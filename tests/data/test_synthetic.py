@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
+import os
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +15,8 @@ import numpy as np
 import pytest
 
 from turbogr_plugin.data import synthetic
-from turbogr_plugin.data.prepare import PrepareConfig, prepare
+from turbogr_plugin.data.config import PrepareConfig
+from turbogr_plugin.data.prepare import prepare
 from turbogr_plugin.data.readers import KUAIRAND_LOGS
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.data.synthetic import generate
@@ -20,10 +26,18 @@ SHARED = Path(__file__).parents[2] / "../shared/data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder shared/data beside the checkout is missing")
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def store_of(tmp_path: Path, *, logs: dict[str, Any], **rules: Any) -> InteractionStore:
     written = generate(tmp_path / "logs", **logs)
-    report = prepare(PrepareConfig(format="kuairand", inputs=[str(tmp_path / "logs")], **rules), tmp_path / "out")
-    assert report.rows_read == written.rows
+    return prepared(tmp_path / "logs", written.rows, tmp_path, **rules)
+
+
+def prepared(logs: Path, rows: int, tmp_path: Path, **rules: Any) -> InteractionStore:
+    report = prepare(PrepareConfig(format="kuairand", inputs=[str(logs)], **rules), tmp_path / "out")
+    assert report.rows_read == rows
     return InteractionStore.open(tmp_path / "out")
 
 
@@ -62,8 +76,8 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
         generate(tmp_path / name, rows=3_000, users=7, seed=seed)
 
-    contents = [[(tmp_path / n / log).read_bytes() for log in KUAIRAND_LOGS["27k"]] for n in "abc"]
-    assert contents[0] == contents[1] and all(x != y for x, y in zip(contents[0], contents[2], strict=True))
+    logs = [[(tmp_path / n / log).read_bytes() for log in KUAIRAND_LOGS["27k"]] for n in "abc"]
+    assert logs[0] == logs[1] and all(x != y for x, y in zip(logs[0], logs[2], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +86,85 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
 def test_impossible_sizes_are_refused(tmp_path: Path, bad: dict[str, int]) -> None:
     with pytest.raises(InputError, match="must be positive"):
         generate(tmp_path / "logs", **bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_out_of_range_is_refused(tmp_path: Path, seed: int) -> None:
+    with pytest.raises(InputError, match=rf"seed must be in \[0, 2\^64\), got {seed}"):
+        generate(tmp_path / "logs", rows=10, seed=seed)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_the_largest_seed_is_one(tmp_path: Path) -> None:
+    generate(tmp_path, rows=10, seed=2**64 - 1)
+
+    assert sum(len(text.splitlines()) for text in contents(tmp_path).values()) == 10 + 4
+
+
+def test_a_refused_write_names_the_file_and_leaves_the_former_logs(tmp_path: Path) -> None:
+    """The operating system refuses writes beyond a file size, as a full disk does: midway or in the last flush."""
+    script = (
+        "import resource, sys\nfrom turbogr_plugin.data.synthetic import generate\n"
+        "for limit, rows, users in ((20_000, 5_000, 10), (50, 1, 1)):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, 20_000))\n"
+        "    try:\n        generate(sys.argv[1], rows=rows, users=users, seed=2, variant='pure')\n"
+        "    except OSError as error:\n        print(error.errno, error.filename, error.strerror)\n"
+    )
+    first, _ = generate(tmp_path, rows=100, users=10, seed=1, variant="pure").files
+    before = contents(tmp_path)
+
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{errno.EFBIG} {first} {os.strerror(errno.EFBIG)}\n" * 2
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=repr)
+def test_an_interrupted_run_leaves_the_former_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    generate(tmp_path, rows=100, users=10, seed=1)
+    before = contents(tmp_path)
+
+    def fail(descriptor: int) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(type(error)) as raised:
+        generate(tmp_path, rows=100, users=10, seed=2)
+
+    assert contents(tmp_path) == before
+    if isinstance(raised.value, OSError):
+        assert raised.value.filename == str(tmp_path / KUAIRAND_LOGS["27k"][0])
+
+
+def test_logs_are_replaced_and_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    generate(tmp_path, rows=100, users=10, seed=1)
+    before = contents(tmp_path)
+    dead, alive = (tmp_path / f"tmp-{n}.{KUAIRAND_LOGS['27k'][2]}" for n in (1, 2))
+    dead.write_bytes(b"half")
+
+    with open(alive, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        generate(tmp_path, rows=100, users=10, seed=2)
+
+    assert contents(tmp_path).keys() == before.keys() | {alive.name}
+    assert all(contents(tmp_path)[name] != text for name, text in before.items())
+
+
+def test_a_folder_that_cannot_be_made_or_blocks_a_log_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("words")
+    for output in (tmp_path / "file", tmp_path / "file" / "logs"):
+        with pytest.raises(InputError, match=f"{output} cannot be made: {tmp_path}/file is not a folder"):
+            generate(output, rows=10)
+    blocked = tmp_path / "logs" / KUAIRAND_LOGS["27k"][3]
+    blocked.mkdir(parents=True)
+    with pytest.raises(InputError, match=f"{blocked} is a folder"):
+        generate(tmp_path / "logs", rows=10)
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == [blocked.name]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 1000, 4096, 4097])
@@ -119,9 +212,18 @@ def test_the_quantiles_are_those_of_the_real_lists() -> None:
         assert abs((counts >= least).mean() / share - 1) < 0.1, least
 
 
+@pytest.fixture(scope="module")
+def learnable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learnable")
+    generate(folder, rows=200_000, users=400, items=8_000, seed=2)
+    return folder
+
+
 @pytest.mark.parametrize("rules", [EVERYTHING, {}], ids=["all rows", "after the feedback rules and 5-core"])
-def test_the_next_item_can_be_learnt_from_the_one_before(tmp_path: Path, rules: dict[str, Any]) -> None:
-    store = store_of(tmp_path, logs={"rows": 200_000, "users": 400, "items": 8_000, "seed": 2}, **rules)
+def test_the_next_item_can_be_learnt_from_the_one_before(
+    tmp_path: Path, learnable: Path, rules: dict[str, Any]
+) -> None:
+    store = prepared(learnable, 200_000, tmp_path, **rules)
     follower: dict[int, Counter[int]] = {}
     popular: Counter[int] = Counter()
     for user in range(store.num_users):

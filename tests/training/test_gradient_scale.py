@@ -41,7 +41,7 @@ from turbogr_plugin.negatives.uniform import NegativesConfig
 from turbogr_plugin.sharding import keyed_init
 from turbogr_plugin.sharding.constraints import sequence_table_constraints
 from turbogr_plugin.sharding.keyed_init import init_sharded_tables, keyed_normal_rows
-from turbogr_plugin.training.gradient_scale import SumDataParallelWrapper
+from turbogr_plugin.training.gradient_scale import GlobalMean, SumDataParallelWrapper
 from turbogr_plugin.training.task import RetrievalTask
 
 WORLD_SIZE = 2
@@ -334,3 +334,24 @@ def test_on_two_ranks(outcomes: list[dict[str, str]], case: str) -> None:
         assert "setup" not in of_rank, of_rank["setup"]
         outcome = of_rank.get(case, "not reached: an earlier case failed")
         assert outcome == "passed", f"rank {rank}: {outcome}"
+
+
+def test_the_sample_reduction_weights_the_means_of_ranks_by_their_samples() -> None:
+    mean = GlobalMean("sample")
+    ranks = [
+        (torch.tensor(12.0), 6, 2),
+        (torch.tensor(0.0), 0, 1),
+        (torch.tensor(35.0), 7, 5),
+    ]  # loss, targets, samples
+    total = torch.tensor(float(sum(mean.counted(targets=t, samples=s) for _, t, s in ranks)), dtype=torch.float64)
+    shares = [mean(loss, targets, samples, (total, None)) for loss, targets, samples in ranks]
+    assert float(total) == 8
+    torch.testing.assert_close(sum(shares), torch.tensor(2 / 8 * (12 / 6) + 5 / 8 * (35 / 7)))
+
+
+def test_the_target_reduction_is_the_mean_over_all_targets() -> None:
+    mean = GlobalMean("target")
+    assert mean.counted(targets=6, samples=2) == 6
+    total = torch.tensor(13.0, dtype=torch.float64)
+    shares = [mean(torch.tensor(loss), 6, 2, (total, None)) for loss in (12.0, 35.0)]
+    torch.testing.assert_close(sum(shares), torch.tensor(47 / 13))

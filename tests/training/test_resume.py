@@ -97,8 +97,9 @@ def test_a_second_run_into_the_folder_is_refused_on_every_rank(two_ranks: dict[s
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
-        ("another model", ["is a checkpoint of another model", "16", "24", "has the shape"]),
-        ("other batches", ["training.global_batch_size was 12 and is 10 now"]),
+        ("another model", ["cannot be resumed", "model.dim was 16 and is 24"]),
+        ("other heads", ["cannot be resumed", "model.heads was 2 and is 4; model.qk_dim was 8 and is 4"]),
+        ("other batches", ["training.global_batch_size was 12 and is 10"]),
     ],
 )
 def test_what_does_not_fit_the_checkpoint_is_refused(
@@ -141,3 +142,15 @@ def test_bf16_training_follows_the_fp32_losses(tiny: Path) -> None:
     low, full = runs.losses(tiny / "seldom"), runs.losses(tiny / "one")[: 3 * runs.STEPS_PER_EPOCH]
     assert not np.array_equal(low, full)
     np.testing.assert_allclose(low, full, rtol=0.02)
+
+
+def test_resuming_where_there_is_nothing_says_that_it_starts_anew(one_rank: dict[str, runs.Outcome]) -> None:
+    assert one_rank["resume of nothing"].code == 0
+    assert "no checkpoint in of-nothing/checkpoints: starting anew" in one_rank["resume of nothing"].err
+
+
+def test_a_run_that_stopped_early_goes_on_with_more_patience(tiny: Path, one_rank: dict[str, runs.Outcome]) -> None:
+    outcome = one_rank["resume with more patience"]
+    assert outcome.code == 0, outcome.err
+    assert len(runs.losses(tiny / "two")) < 16 * runs.STEPS_PER_EPOCH
+    assert len(runs.losses(tiny / "patient")) == 17 * runs.STEPS_PER_EPOCH

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore  # dist.HashStore, for type checkers
 
 from turbogr_plugin.errors import InputError
 
@@ -46,6 +46,11 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.
         yield group
     finally:
         dist.destroy_process_group()
+
+
+def ranks_per_host(group: dist.ProcessGroup) -> int:
+    """Ranks of this host, as the launcher tells them (LOCAL_WORLD_SIZE); without a launcher all share one host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", group.size()))
 
 
 def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup) -> T | None:

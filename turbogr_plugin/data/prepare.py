@@ -28,15 +28,13 @@ from typing import Any
 import duckdb
 import numpy as np
 
-from turbogr_plugin.data.config import KUAIRAND_FEEDBACK, MIN_INTERACTIONS, PrepareConfig
+from turbogr_plugin.data.config import MIN_INTERACTIONS, PrepareConfig
 from turbogr_plugin.data.k_core import KCore, k_core
 from turbogr_plugin.data.readers import Source, open_source
 from turbogr_plugin.data.scan import HATED, KEPT, NO_FEEDBACK, first_problem, scan_query
 from turbogr_plugin.data.store import NpyWriter, replace_on_success, write_array, write_manifest
 from turbogr_plugin.data.tie_runs import count_ties, tie_runs
 from turbogr_plugin.errors import InputError
-
-__all__ = ["KUAIRAND_FEEDBACK", "PrepareConfig", "PrepareReport", "prepare"]
 
 _BLOCK = 1 << 20
 
@@ -85,7 +83,11 @@ class PrepareReport:
         """The report for people, one line each."""
         skipped = f" (left out: {', '.join(self.files_skipped)})" if self.files_skipped else ""
         duplicates = (
-            "" if not self.exact_duplicates else " (removed)" if self.removed["duplicate"] else " (kept; see dedup)"
+            ""
+            if not self.exact_duplicates
+            else " (removed)"
+            if self.removed["duplicate"]
+            else " (kept; --dedup true removes them)"
         )
         return [
             f"read {self.rows_read:,} rows from {len(self.files)} file{'s' if len(self.files) != 1 else ''}{skipped}",
@@ -145,7 +147,7 @@ def prepare(
             raise InputError(
                 f"nothing is left of {rows_read} rows: "
                 + "; ".join(f"{count} removed because {RULES[rule]}" for rule, count in removed.items() if count)
-                + ". Loosen the rules (user_core, item_core, feedback, drop_hated)."
+                + ". Loosen the rules (--user_core, --item_core, --feedback, --drop_hated)."
             )
         files, num_items = _write_arrays(work, rows, core, kept_users, left)
         report = PrepareReport(
@@ -331,8 +333,8 @@ def _write_arrays(
 
 
 def _notes(source: Source) -> list[str]:
-    """What is legal and worth a look: a last line without its end may be a cut one that still parses."""
-    notes = []
+    """What is legal and worth a look: a guess of the reader; a last line without its end, perhaps cut."""
+    notes = list(source.notes)
     for path in source.files if source.kind == "delimited" else ():
         with open(path, "rb") as file:
             file.seek(-1, 2)
@@ -360,8 +362,8 @@ def _engine_errors(config: PrepareConfig, output: Path) -> Iterator[None]:
             raise _disk_full(output, detail) from error
         if isinstance(error, duckdb.OutOfMemoryException):
             raise InputError(
-                f"memory_gb = {config.memory_gb} is too little for this input ({detail}). Raise it, or lower threads "
-                f"(now {config.threads}). What was at {output} is as it was."
+                f"--memory_gb {config.memory_gb} is too little for this input ({detail}). Raise it, or lower "
+                f"--threads (now {config.threads}). What was at {output} is as it was."
             ) from error
         raise
 

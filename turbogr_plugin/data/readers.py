@@ -68,6 +68,8 @@ class Source:
     hated: str | None = None
     skipped: tuple[str, ...] = ()
     """Files of the folder that belong to the data set and are left out by an option."""
+    notes: tuple[str, ...] = ()
+    """What was guessed about the files, for the report."""
 
 
 def open_source(config: PrepareConfig) -> Source:
@@ -173,11 +175,17 @@ def _read_headers(files: tuple[Path, ...]) -> tuple[str, tuple[str, ...]]:
 
 def _require(path: Path, present: tuple[str, ...], needed: dict[str, str]) -> None:
     """Every column of `needed` (column -> who needs it and how to name another one) must be present."""
-    missing = {column: why for column, why in needed.items() if column not in present}
+    missing: dict[str, list[str]] = {}
+    for column, why in needed.items():
+        if column not in present:
+            missing.setdefault(why, []).append(column)
     if missing:
         raise InputError(
-            f"{path} has no column "
-            + "; no column ".join(f"{column} ({why})" for column, why in missing.items())
+            f"{path} has "
+            + "; ".join(
+                f"no column{'s' if len(columns) > 1 else ''} {', '.join(columns)} ({why})"
+                for why, columns in missing.items()
+            )
             + f". It has: {', '.join(present)}."
         )
 
@@ -194,10 +202,10 @@ def _kuairand(config: PrepareConfig) -> Source:
         "user_id": "the user",
         "video_id": "the item",
         "time_ms": "the time",
-        **dict.fromkeys(config.feedback, "a feedback column: name those to use with feedback"),
+        **dict.fromkeys(config.feedback, "feedback: name the columns to use with --feedback"),
     }
     if config.drop_hated:
-        needed["is_hate"] = "needed by drop_hated: turn it off with drop_hated=false"
+        needed["is_hate"] = "needed to drop hated rows: turn that off with --drop_hated false"
     _require(files[0], columns, needed)
     return Source(
         files=files,
@@ -251,9 +259,9 @@ def _recbole(config: PrepareConfig, files: tuple[Path, ...]) -> Source:
     columns = tuple(types)
     user, item = config.user_column or "user_id", config.item_column or "item_id"
     time = config.time_column or ("timestamp" if "timestamp" in columns else None)
-    needed = {user: "the user: name another with user_column", item: "the item: name another with item_column"}
+    needed = {user: "the user: name another with --user_column", item: "the item: name another with --item_column"}
     if time:
-        needed[time] = "the time: name another with time_column"
+        needed[time] = "the time: name another with --time_column"
     _require(files[0], columns, needed)
     return Source(
         files=files,
@@ -277,17 +285,18 @@ def _text(config: PrepareConfig) -> Source:
     delimiter, columns, has_header = layouts[0]
     named = [config.user_column, config.item_column, config.time_column]
     if any(named) and not has_header:
-        raise InputError(f"{files[0]} has no header: user_column, item_column and time_column cannot be used.")
+        raise InputError(f"{files[0]} has no header: --user_column, --item_column and --time_column cannot be used.")
     if not any(named) and len(columns) not in (2, 3):
         raise InputError(
             f"{files[0]}, line 1: {len(columns)} columns, expected `user item` or `user item time` separated by one "
-            f"tab, comma or blank. With a header, name them with user_column, item_column and time_column."
+            f"tab, comma or blank. With a header, name them with --user_column, --item_column and --time_column."
         )
     if any(named):
         user, item, time = config.user_column or columns[0], config.item_column or columns[1], config.time_column
     else:
         user, item, time = columns[0], columns[1], columns[2] if len(columns) == 3 else None
-    _require(files[0], columns, {column: "named in the config" for column in (user, item, time) if column})
+    named_by = "named by --user_column, --item_column or --time_column"
+    _require(files[0], columns, dict.fromkeys([column for column in (user, item, time) if column], named_by))
     return Source(
         files=files,
         kind="delimited",
@@ -298,6 +307,7 @@ def _text(config: PrepareConfig) -> Source:
         time_unit=_unit(config, time),
         delimiter=delimiter,
         has_header=has_header,
+        notes=tuple(_header_note(path, delimiter.join(columns)) for path in files if has_header),
     )
 
 
@@ -313,6 +323,11 @@ def _text_layout(path: Path) -> tuple[str, tuple[str, ...], bool]:
         ("user", "item", "time", *(f"column_{n}" for n in range(4, len(fields) + 1)))[: len(fields)],
         False,
     )
+
+
+def _header_note(path: Path, header: str) -> str:
+    shown = header[:200] + ("..." if len(header) > 200 else "")
+    return f"note: {path}: line 1 taken as the header: {shown!r}; it has no integer"
 
 
 def _parquet(config: PrepareConfig) -> Source:
@@ -331,9 +346,9 @@ def _parquet(config: PrepareConfig) -> Source:
         if number == 0:
             columns = tuple(schema.names)
             time = config.time_column or ("timestamp" if "timestamp" in columns else None)
-        needed = {user: "the user: name another with user_column", item: "the item: name another with item_column"}
+        needed = {user: "the user: name another with --user_column", item: "the item: name another with --item_column"}
         if time:
-            needed[time] = "the time: name another with time_column"
+            needed[time] = "the time: name another with --time_column"
         _require(path, tuple(schema.names), needed)
         for column in needed:
             if not pyarrow.types.is_integer(schema.field(column).type):

@@ -162,7 +162,7 @@ def _cell_problem(cell: bytes, is_time: bool, float_form: bool, allow_negative_t
     else:
         return f"is {_shown(cell)}, expected an integer."
     if is_time and value < 0 and not allow_negative_times:
-        return f"is {text}, a time before the epoch: allow it with allow_negative_times=true, or remove the line."
+        return f"is {text}, a time before the epoch: allow it with --allow_negative_times true, or remove the line."
     return None
 
 
@@ -183,6 +183,6 @@ def _parquet_problems(source: Source, path: Path, allow_negative_times: bool) ->
                 elif name == source.time and value < 0 and not allow_negative_times:
                     yield (
                         f"row {first_row + row + 1}: column {name} is {value}, a time before the epoch: allow it with "
-                        f"allow_negative_times=true, or remove the row."
+                        f"--allow_negative_times true, or remove the row."
                     )
         first_row += batch.num_rows

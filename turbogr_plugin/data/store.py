@@ -145,6 +145,23 @@ def is_store(path: Path) -> bool:
 
 
 @contextmanager
+def refused_folder(folder: Path) -> Iterator[None]:
+    """Turn an error of the system while `folder` is looked at or made into an InputError that names it and the reason.
+
+    Raises:
+        InputError: instead of any OSError of the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+        reason = f"{error.strerror}: {error.filename}"
+        if os.path.lexists(there) and not os.path.isdir(there):
+            reason = f"{there} is not a folder"
+        raise InputError(f"the folder {folder} cannot be made: {reason}. Name another output.") from error
+
+
+@contextmanager
 def replace_on_success(output: Path) -> Iterator[Path]:
     """Yield an empty folder beside `output` that takes its place when the block ends, and is removed when it raises.
 
@@ -152,17 +169,18 @@ def replace_on_success(output: Path) -> Iterator[Path]:
     Folders that a killed run left behind are removed first; a run that is still alive holds a lock in its own.
 
     Raises:
-        InputError: `output` is there and is neither a store nor an empty folder.
+        InputError: `output` is there and is neither a store nor an empty folder, or no folder can be made beside it.
     """
     output = Path(os.path.abspath(output))
-    if output.exists() and not is_store(output) and not (output.is_dir() and not any(output.iterdir())):
-        raise InputError(
-            f"{output} exists and is not a prepared store: nothing was touched. Name another output, or remove it."
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(output)
     work = output.with_name(f"{output.name}.tmp-{os.getpid()}")
-    work.mkdir()
+    with refused_folder(output):
+        if output.exists() and not is_store(output) and not (output.is_dir() and not any(output.iterdir())):
+            raise InputError(
+                f"{output} exists and is not a prepared store: nothing was touched. Name another output, or remove it."
+            )
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(output)
+        work.mkdir()
     try:
         with open(work / _LOCK, "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -18,9 +18,11 @@ playlist and user. Left out: the random-exposure log, feature files, and the mea
 
 from __future__ import annotations
 
+import fcntl
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -30,6 +32,7 @@ import pyarrow
 import pyarrow.csv
 
 from turbogr_plugin.data.readers import KUAIRAND_LOGS
+from turbogr_plugin.data.store import refused_folder
 from turbogr_plugin.errors import InputError
 
 COLUMNS = (
@@ -100,37 +103,43 @@ def generate(
     """Write `rows` rows as the standard logs of KuaiRand-`variant` into the folder `output`.
 
     Args:
-        output: folder for the logs; made when missing, log files of these names in it are overwritten.
+        output: folder for the logs; made when missing. Files of these names in it are replaced when all are complete.
         rows: rows in all files together, exactly.
         users: number of users; by default as many as give the published mean length (one per 11,900 rows).
         items: number of items, rounded to playlists of eight; by default one per 10 rows, as published.
-        seed: another seed gives other logs with the same quantiles.
+        seed: another seed gives other logs with the same quantiles; in [0, 2^64).
         variant: whose file names to use.
         progress: called with one line every few million rows.
 
     Raises:
-        InputError: a number is not positive, or there are fewer rows than users.
+        InputError: a number is not positive, there are fewer rows than users, the seed is out of range, or the folder
+            cannot be made.
+        OSError: a file cannot be written, named in `filename`. The folder is as it was.
     """
     users = max(1, round(rows / _mean_length())) if users is None else users
     playlists = max(1, round((rows / _mean_popularity() if items is None else items) / PLAYLIST))
     if rows < 1 or users < 1 or (items is not None and items < 1) or rows < users:
         raise InputError(f"rows, users and items must be positive and rows >= users, got {rows}, {users}, {items}.")
+    if not 0 <= seed < 2**64:
+        raise InputError(f"seed must be in [0, 2^64), got {seed}.")
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    with refused_folder(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     paths = tuple(folder / name for name in KUAIRAND_LOGS[variant])
     plan = _Plan(rows=rows, users=users, playlists=playlists, seed=seed)
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(path, "wb")) for path in paths]
-        for file in files:
-            file.write((",".join(COLUMNS) + "\n").encode())
+    with _replace_on_success(paths) as files:
+        for path, file in zip(paths, files, strict=True):
+            with _naming(path):
+                file.write((",".join(COLUMNS) + "\n").encode())
         for number, first in enumerate(range(0, rows, _CHUNK)):
             columns, second_half = plan.chunk(number, first, min(first + _CHUNK, rows))
             later = columns[COLUMNS.index("time_ms")] >= _SECOND_PERIOD_MS
             part = later * 2 + second_half if len(files) == 4 else later.astype(np.int64)
-            for which, file in enumerate(files):
+            for which, (path, file) in enumerate(zip(paths, files, strict=True)):
                 chosen = np.flatnonzero(part == which)
                 if len(chosen):
-                    _write_rows(file, [column[chosen] for column in columns])
+                    with _naming(path):
+                        _write_rows(file, [column[chosen] for column in columns])
             if progress and number % 8 == 7:
                 progress(f"{first + _CHUNK:,} of {rows:,} rows")
     return SyntheticLogs(files=paths, rows=rows, users=users, items=playlists * PLAYLIST)
@@ -262,6 +271,58 @@ def permuted(values: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
         result[todo] = (left << half) | right
         todo = todo[result[todo] >= size]
     return result
+
+
+@contextmanager
+def _replace_on_success(paths: tuple[Path, ...]) -> Iterator[list[BinaryIO]]:
+    """Open new files in the folder of `paths` that take their places when the block ends, and are removed if it raises.
+
+    They are called `tmp-<pid>.<name>`, which no reader takes for a log. What a killed run left is removed first; a run
+    that is still alive holds a lock on its own.
+    """
+    for path in paths:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder where a log must go. Name another output, or remove it.")
+        _remove_leftovers(path)
+    asides = [path.with_name(f"tmp-{os.getpid()}.{path.name}") for path in paths]
+    try:
+        with ExitStack() as stack:
+            files: list[BinaryIO] = []
+            for path, aside in zip(paths, asides, strict=True):
+                stack.enter_context(_naming(path))  # closing writes what is left in the buffer
+                files.append(stack.enter_context(open(aside, "wb")))
+                fcntl.flock(files[-1], fcntl.LOCK_EX)
+            yield files
+            for path, file in zip(paths, files, strict=True):
+                with _naming(path):
+                    file.flush()
+                    os.fsync(file.fileno())
+            for path, aside in zip(paths, asides, strict=True):
+                os.replace(aside, path)
+    except BaseException:
+        for aside in asides:
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def _remove_leftovers(path: Path) -> None:
+    for left in path.parent.glob(f"tmp-*.{path.name}"):
+        try:
+            with open(left, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+        except OSError:  # locked by a run that is alive, or not ours to remove
+            continue
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give errors of the block the name `path`: those of an open file carry none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _write_rows(file: BinaryIO, columns: list[np.ndarray]) -> None:

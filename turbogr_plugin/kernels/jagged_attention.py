@@ -141,7 +141,7 @@ def hstu_attention(
         k: [T, H, D].
         v: [T, H, E]; E may differ from D.
         offsets: [B + 1], int32 or int64, from 0 to T.
-        alpha: factor of the products, usually D ** -0.5.
+        alpha: factor of the products, 1 in the published models.
         scale: factor of the activated scores, usually 1 / the longest sequence of the model (never of the batch).
         causal: a token sees itself and what stands before it; False: its whole row.
         timestamps: [T] int64 or int32, needed with `time_bias` (seconds in the published models).

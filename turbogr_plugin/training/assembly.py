@@ -8,6 +8,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_de
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
 
+from turbogr_plugin.backend.collectives import ranks_per_host
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.models.retrieval import ITEM_TABLE, SequentialRetriever
 from turbogr_plugin.sharding.constraints import sequence_table_constraints
@@ -43,10 +44,10 @@ def build_model(
         device=torch.device("meta"),
     )
     fuse_table_optimizer(retriever.item_embeddings.parameters(), config.optimizer)
-    task = RetrievalTask(retriever, group)
+    task = RetrievalTask(retriever, group, loss_reduction=config.training.loss_reduction)
     sharders = get_default_sharders()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=group.size(), compute_device=device.type),
+        topology=Topology(world_size=group.size(), local_world_size=ranks_per_host(group), compute_device=device.type),
         batch_size=max(1, config.training.global_batch_size // group.size()),
         constraints=sequence_table_constraints([ITEM_TABLE]),
     )

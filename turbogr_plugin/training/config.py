@@ -11,11 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from turbogr_plugin.data.prepare import PrepareConfig
+from turbogr_plugin.data.config import PrepareConfig
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.models.hstu import HSTUConfig
 from turbogr_plugin.models.retrieval import LossConfig
 from turbogr_plugin.negatives.uniform import NegativesConfig
+from turbogr_plugin.training.gradient_scale import LossReduction
+from turbogr_plugin.training.item_corpus import DEFAULT_CHUNK_ITEMS
+from turbogr_plugin.training.metrics import DEFAULT_CUTOFFS
 from turbogr_plugin.training.optimizers import OptimizerConfig
 
 Precision = Literal["fp32", "bf16"]
@@ -49,6 +52,8 @@ class TrainingConfig:
     "Samples of a step over all ranks."
     precision: Precision = "fp32"
     "fp32, or bf16 for autocast of the encoder."
+    loss_reduction: LossReduction = "target"
+    "target: mean over all targets, independent of the ranks. sample: the paper's weighting by samples per rank."
     evaluate_every: int = 1
     "Epochs between validations."
     patience: int = 10
@@ -58,7 +63,7 @@ class TrainingConfig:
     keep: int = 2
     "Checkpoints to keep besides the best one."
     log_every: int = 10
-    "Steps between reads of the losses; the only host synchronisation of the loop."
+    "Steps between reads of the losses: the loop itself waits for the device then and at evaluations."
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 32:
@@ -75,11 +80,11 @@ class TrainingConfig:
 class EvaluationConfig:
     """Full-corpus evaluation."""
 
-    cutoffs: list[int] = field(default_factory=lambda: [10, 50])
+    cutoffs: list[int] = field(default_factory=lambda: list(DEFAULT_CUTOFFS))
     "K of HR@K and NDCG@K; 10 is always among them, since validation stops by NDCG@10."
     batch_size: int = 64
     "Users of a rank and step."
-    chunk_items: int = 65536
+    chunk_items: int = DEFAULT_CHUNK_ITEMS
     "Items scored at a time."
     max_users: int = 0
     "Validate on this many users, spread evenly over all; 0 takes all. The test always takes all."

@@ -10,7 +10,7 @@ zero.
 # No `from __future__ import annotations` here: DDP checks a hook's annotations as objects
 # (torch/nn/parallel/distributed.py, _check_comm_hook).
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,11 @@ class SumDataParallelWrapper(DefaultDataParallelWrapper):
             wrapped.register_comm_hook(env.process_group, _sum_hook)
 
 
+LossReduction = Literal["target", "sample"]
+
+
 class GlobalCount(nn.Module):
-    """Starts the sum of the ranks' target counts; `DivideByGlobalCount` waits for it after the forward pass."""
+    """Starts the sum of the ranks' counts; `GlobalMean` waits for it after the forward pass."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ class GlobalCount(nn.Module):
         """Starts the sum.
 
         Args:
-            count: targets of this rank.
+            count: of this rank.
             like: any tensor on the device of the sum.
 
         Returns:
@@ -74,12 +77,35 @@ class GlobalCount(nn.Module):
         return total, dist.all_reduce(total, group=self._group, async_op=True)
 
 
-class DivideByGlobalCount(nn.Module):
-    """Turns this rank's sum of the loss into its share of the global mean."""
+class GlobalMean(nn.Module):
+    """Turns this rank's sum of the loss into its share of the global mean: the shares of all ranks add up to it.
 
-    def forward(self, loss_sum: Tensor, pending: tuple[Tensor, dist.Work | None]) -> Tensor:
-        """loss_sum: scalar. Returns loss_sum / max(global count, 1)."""
+    "target" is the mean over all targets. "sample" is the paper's weighting (section 4.1.3): the mean over a rank's
+    targets, weighted by the rank's share of the samples; it depends on how samples are spread over ranks.
+    """
+
+    def __init__(self, reduction: LossReduction) -> None:
+        super().__init__()
+        self._reduction = reduction
+
+    def counted(self, *, targets: int, samples: int) -> int:
+        """Which of the two counts of this rank is summed over ranks."""
+        return targets if self._reduction == "target" else samples
+
+    def forward(self, loss_sum: Tensor, targets: int, samples: int, pending: tuple[Tensor, dist.Work | None]) -> Tensor:
+        """Scales the loss.
+
+        Args:
+            loss_sum: scalar, over this rank's targets.
+            targets: of this rank.
+            samples: of this rank.
+            pending: what `GlobalCount` returned for `counted`.
+
+        Returns:
+            scalar, 0 for a rank without targets.
+        """
         total, work = pending
         if work is not None:
             work.wait()
-        return loss_sum / total.clamp(min=1).to(loss_sum.dtype)
+        share = loss_sum / total.clamp(min=1).to(loss_sum.dtype)
+        return share if self._reduction == "target" else share * (samples / max(targets, 1))

@@ -16,7 +16,7 @@ import yaml
 from turbogr_plugin.backend.collectives import on_first_rank, process_group
 from turbogr_plugin.backend.current_device import current_device
 from turbogr_plugin.data.prepare import prepare
-from turbogr_plugin.data.store import InteractionStore
+from turbogr_plugin.data.store import InteractionStore, is_store
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.training.checkpoints import find_checkpoint, latest_checkpoint
 from turbogr_plugin.training.config import DataConfig, RunConfig
@@ -27,31 +27,53 @@ from turbogr_plugin.training.session import Session
 from turbogr_plugin.training.trainer import Trainer
 
 _PREPARE_TIMEOUT = timedelta(days=1)
+_HOW_FAST = ("memory_gb", "threads")  # settings of data.prepare that do not change the store
 
 
-def _open_store(config: DataConfig, group: dist.ProcessGroup) -> InteractionStore:
-    """The store of a run, made by rank 0 where it is missing and the configuration says how."""
+def _make_store(config: DataConfig) -> None:
+    """Prepares the store of a run where it is missing and the configuration says how; refuses one made otherwise."""
+    path = Path(config.store)
+    if config.prepare is None:
+        return
+    if not path.exists():
+        print("\n".join(prepare(config.prepare, path).lines()), flush=True)
+    elif is_store(path):
+        made, wanted = InteractionStore.open(path, verify=False).manifest["config"], asdict(config.prepare)
+        differing = [
+            f"{key} was {made.get(key)} and is {wanted[key]}"
+            for key in wanted
+            if key not in _HOW_FAST and made.get(key) != wanted[key]
+        ]
+        if differing:
+            raise InputError(
+                f"{path} was prepared otherwise than data.prepare says: {'; '.join(differing)}. Name another "
+                "data.store, or delete this one to have it made again"
+            )
+
+
+def _open_store(config: DataConfig, group: dist.ProcessGroup, *, make: bool) -> InteractionStore:
+    """The store of a run; rank 0 prepares it, where that is wanted, and verifies the checksums for all."""
     path = Path(config.store)
 
-    def make() -> None:
-        if config.prepare is not None and not path.exists():
-            print("\n".join(prepare(config.prepare, path).lines()), flush=True)
-        InteractionStore.open(path)  # checksums once, not on every rank
+    def first() -> None:
+        if make:
+            _make_store(config)
+        InteractionStore.open(path)
 
     # Preparing may take longer than any collective may: the ranks wait for it in a group of their own.
     waiting = dist.new_group(timeout=_PREPARE_TIMEOUT, backend="gloo") if group.size() > 1 else group
-    on_first_rank(make, waiting)
+    on_first_rank(first, waiting)
     return InteractionStore.open(path, verify=False)
 
 
 @contextmanager
-def _session(config: RunConfig) -> Iterator[Session]:
+def _session(config: RunConfig, *, make_store: bool = False) -> Iterator[Session]:
     device = current_device(config.device)
     with (
         quiet_host_warnings(),
         process_group(device, timeout=timedelta(minutes=config.timeout_minutes)) as group,
     ):
-        yield Session(config, _open_store(config.data, group), group, device)
+        yield Session(config, _open_store(config.data, group, make=make_store), group, device)
 
 
 def _load(session: Session, name: str) -> None:
@@ -71,7 +93,9 @@ def train(config: RunConfig, *, resume: bool) -> dict[str, Any] | None:
         config: of the run.
         resume: go on from the latest complete checkpoint.
     """
-    with _session(config) as session:
+    # As an absolute path in the run folder: `evaluate` and `recommend` find the store from anywhere.
+    config.data.store = str(Path(config.data.store).resolve())
+    with _session(config, make_store=True) as session:
         trainer = Trainer(session, resume=resume)
         if session.rank == 0:
             resolved = yaml.safe_dump(asdict(config), sort_keys=False)
@@ -100,7 +124,7 @@ def recommend(config: RunConfig, checkpoint: str, raw_users: list[int], k: int) 
         users = store.user_indices(np.asarray(raw_users, dtype=np.int64))
         _load(session, checkpoint)
         mine: dict[int, list[int]] = {}
-        for indices, top in session.recommend(users, k):
+        for indices, top in session.recommend(users, min(k, store.num_items)):
             for user, items in zip(indices, top.items.cpu().numpy(), strict=True):
                 mine[int(store.raw_user_ids[user])] = store.raw_item_ids[items[items >= 0]].tolist()
         gathered: list[dict[int, list[int]]] = [{}] * session.world_size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from tqdm import tqdm
@@ -34,29 +36,47 @@ class Progress:
         stream = sys.stderr if stream is None else stream
         self._total, self._first, self._steps_per_epoch = total, done, steps_per_epoch
         self._stream, self._interval = stream, interval
-        self._start = self._last_line = time.monotonic()
-        self._tokens = 0
-        self._loss = float("nan")
+        self._trained = 0.0  # seconds of training, without the pauses
+        self._since = self._last_line = time.monotonic()
+        self._step, self._tokens, self._loss = done, 0, float("nan")
         self._bar = (
             tqdm(total=total, initial=done, unit="step", file=stream, smoothing=0.05) if stream.isatty() else None
         )
 
     def report(self, step: int, loss: float, tokens: int) -> None:
-        """Tells where training stands: steps done, the latest loss, and the tokens since the last report."""
+        """Takes in the latest loss and the tokens trained since the last report, and shows where training stands."""
         self._tokens += tokens
         self._loss = loss
         now = time.monotonic()
-        rate = self._tokens / max(now - self._start, 1e-9)
+        self._trained += now - self._since
+        self._since = now
+        self.tick(step)
+
+    def tick(self, step: int) -> None:
+        """Shows where training stands, where a line is due: cheap enough for every step."""
+        self._step = step
+        now = time.monotonic()
+        rate = self._tokens / max(self._trained, 1e-9)
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(f"loss {self._loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
             self._bar.update(step - self._bar.n)
         elif now - self._last_line >= self._interval or step == self._total:
             self._last_line = now
-            left = (now - self._start) / max(step - self._first, 1) * (self._total - step)
+            seconds = self._trained + now - self._since
+            left = seconds / max(step - self._first, 1) * (self._total - step)
             self.say(
-                f"epoch {-(-step // self._steps_per_epoch)}, step {step}/{self._total}, loss {loss:.4f}, "
-                f"{rate:,.0f} tokens/s, at most {_clock(left)} left"
+                f"epoch {-(-step // self._steps_per_epoch)}, step {step}/{self._total}, loss {self._loss:.4f}, "
+                f"{rate:,.0f} tokens/s, about {_clock(left)} of training left"
             )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves the time of the block (a validation, a checkpoint) out of the rate and of the time left."""
+        self._trained += time.monotonic() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.monotonic()
 
     def say(self, line: str) -> None:
         """Writes one line, above the bar where there is one."""

@@ -19,6 +19,7 @@ from turbogr_plugin.training.checkpoints import Checkpoint, load_checkpoint
 from turbogr_plugin.training.config import RunConfig
 from turbogr_plugin.training.evaluation import EvaluationQueries, EvaluationResult, TopItems, evaluate, top_k
 from turbogr_plugin.training.item_corpus import ItemCorpus, local_item_rows
+from turbogr_plugin.training.provenance import check_same_model, provenance
 
 
 class Session:
@@ -34,7 +35,12 @@ class Session:
         self.checkpoints = Path(config.output) / "checkpoints"
 
     def load_model(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Loads the weights alone; returns what the trainer stored beside them."""
+        """Loads the weights alone; returns what the trainer stored beside them.
+
+        Raises:
+            InputError: a checkpoint of another model, or of a store with other items.
+        """
+        check_same_model(checkpoint, provenance(self.config, self.store))
         state = {"model": self.model.state_dict()}
         extra = load_checkpoint(checkpoint, state, process_group=self.group)
         self.model.load_state_dict(state["model"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from turbogr_plugin.backend.collectives import on_first_rank
+from turbogr_plugin.backend.host_versions import installed_versions
+from turbogr_plugin.backend.rank_exchange import RankExchange
 from turbogr_plugin.data.batch import SequenceBatch
 from turbogr_plugin.data.loader import TrainingSteps, training_batches
 from turbogr_plugin.errors import InputError
@@ -35,6 +38,7 @@ from turbogr_plugin.training.checkpoints import (
 )
 from turbogr_plugin.training.optimizers import build_optimizer
 from turbogr_plugin.training.progress import Progress
+from turbogr_plugin.training.provenance import check_resumable, provenance
 from turbogr_plugin.training.run_folder import RunFolder
 from turbogr_plugin.training.session import Session
 
@@ -50,7 +54,6 @@ class _Position:
     best_epoch: int = -1
     best_ndcg: float = -1.0
     stale: int = 0
-    stopped: bool = False
     seconds: float = 0.0
     validation: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -67,7 +70,7 @@ class Trainer:
             InputError: checkpoints that are there already without `resume`, or of another model with it.
         """
         config = session.config
-        self.session, self.config = session, config
+        self.session, self.config, self._resume = session, config, resume
         self.steps = TrainingSteps(
             session.store,
             max_length=session.max_length,
@@ -83,7 +86,7 @@ class Trainer:
             session.model, self.optimizer, session.device, execute_all_batches=True
         )
         self.position = _Position()
-        latest = latest_checkpoint(session.checkpoints)
+        latest = self._latest_checkpoint()
         if latest is not None and not resume:
             raise InputError(
                 f"{session.checkpoints} holds the checkpoint {latest.path.name} of an earlier run: pass --resume to go "
@@ -101,6 +104,20 @@ class Trainer:
         # Losses and tokens of the steps since the last read, on the device.
         self._pending: list[Tensor] = []
 
+    def _latest_checkpoint(self) -> Checkpoint | None:
+        """What all ranks find; they must see the same folder, or loading would be a collective of some of them."""
+        latest = latest_checkpoint(self.session.checkpoints)
+        step = -1 if latest is None else latest.step
+        exchange = RankExchange(self.session.device, self.session.group)
+        steps = [row[0] for row in exchange.agree(None, step, doing="looking for a checkpoint")]
+        if len(set(steps)) > 1:
+            seen = ", ".join("none" if each < 0 else f"step {each}" for each in steps)
+            raise InputError(
+                f"{self.session.checkpoints}: the ranks find different latest checkpoints ({seen}): the run folder "
+                "must be on a file system that all of them share"
+            )
+        return latest
+
     def _open_folder(self) -> RunFolder:
         try:
             return RunFolder(Path(self.config.output), resume_step=self.position.step)
@@ -113,11 +130,13 @@ class Trainer:
         """Trains to the end, tests the best checkpoint, and returns the summary (the same on every rank)."""
         started = time.monotonic() - self.position.seconds
         batches = training_batches(self.steps, self.position.step, self.total_steps, workers=self.config.data.workers)
-        if self.progress and self.position.step:
-            done = self.position.stopped or self.position.step >= self.total_steps
+        if self.progress and self._resume:
+            done = self._stops_early() or self.position.step >= self.total_steps
             what_follows = ": training is done, testing again" if done else ""
-            self.progress.say(f"resumed at step {self.position.step}{what_follows}")
-        while self.position.step < self.total_steps and not self.position.stopped:
+            found = f"resumed at step {self.position.step}{what_follows}"
+            nothing = f"no checkpoint in {self.session.checkpoints}: starting anew"
+            self.progress.say(found if self.position.step else nothing)
+        while self.position.step < self.total_steps and not self._stops_early():
             epoch_end = (self.position.step // self.steps.steps_per_epoch + 1) * self.steps.steps_per_epoch
             epoch_batches = itertools.islice(batches, epoch_end - self.position.step)
             for _ in range(self.position.step, epoch_end):
@@ -125,7 +144,8 @@ class Trainer:
                 self.position.step += 1
                 self._after_step(loss, epoch_end, started)
             self.pipeline.detach()
-            self._after_epoch(epoch_end // self.steps.steps_per_epoch, started)
+            with self._pause():
+                self._after_epoch(epoch_end // self.steps.steps_per_epoch, started)
         del batches
         return self._finish(started)
 
@@ -136,12 +156,18 @@ class Trainer:
         due = bool(every) and step % every == 0 and not self._validates(step)
         if step % self.config.training.log_every == 0 or step == epoch_end or due:
             self._read_losses()
+        elif self.progress is not None:
+            self.progress.tick(step)
         if due:
             self.position.seconds = time.monotonic() - started
-            self._save()
+            with self._pause():
+                self._save()
+
+    def _pause(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.progress is None else self.progress.pause()
 
     def _read_losses(self) -> None:
-        """Sums the kept losses over ranks and logs them: the one host synchronisation of the loop."""
+        """Sums the kept losses over ranks and logs them; this waits for the device."""
         if not self._pending:
             return
         losses = torch.stack(self._pending).double()
@@ -159,6 +185,10 @@ class Trainer:
         )
         self.progress.report(self.position.step, float(losses[-1]), sum(tokens))
 
+    def _stops_early(self) -> bool:
+        patience = self.config.training.patience
+        return bool(patience) and self.position.stale >= patience
+
     def _validates(self, step: int) -> bool:
         """Whether a validation, and with it a checkpoint, follows this step."""
         epoch, within = divmod(step, self.steps.steps_per_epoch)
@@ -166,7 +196,7 @@ class Trainer:
 
     def _after_epoch(self, epoch: int, started: float) -> None:
         """Once per epoch: validates every `evaluate_every` epochs, keeps the best, decides whether to stop."""
-        config, position = self.config.training, self.position
+        position = self.position
         if not self._validates(position.step):
             return
         result = self.session.evaluate("validation", max_users=self.config.evaluation.max_users)
@@ -176,7 +206,6 @@ class Trainer:
         if is_best:
             position.best_ndcg, position.best_step, position.best_epoch = ndcg, position.step, epoch
             position.validation = {"filtered": result.filtered, "unfiltered": result.unfiltered}
-        position.stopped = bool(config.patience) and position.stale >= config.patience
         position.seconds = time.monotonic() - started
         if self.folder is not None and self.progress is not None:
             self.folder.log_validation(
@@ -194,21 +223,12 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return {"model": self.session.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def _batches(self) -> dict[str, Any]:
-        """What decides the batches of a step: only with the same does a position say where training stands."""
-        training, files = self.config.training, self.session.store.manifest["files"]
-        return {
-            "training.seed": training.seed,
-            "training.global_batch_size": training.global_batch_size,
-            "the sha256 of the store's item_ids.npy": files["item_ids.npy"]["sha256"],
-        }
-
     def _save(self, name: str | None = None) -> None:
         save_checkpoint(
             self.session.checkpoints,
             step=self.position.step,
             state=self._state(),
-            extra={"position": vars(self.position), "batches": self._batches()},
+            extra={"position": vars(self.position), "provenance": provenance(self.config, self.session.store)},
             per_rank=rng_state(),
             keep=self.config.training.keep,
             name=name,
@@ -216,17 +236,12 @@ class Trainer:
         )
 
     def _load(self, checkpoint: Checkpoint) -> None:
+        check_resumable(checkpoint, provenance(self.config, self.session.store))
         state, generators = self._state(), rng_state()
         extra = load_checkpoint(checkpoint, state, per_rank=generators, process_group=self.session.group)
         self.session.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         set_rng_state(generators)
-        for name, value in self._batches().items():
-            if extra["batches"][name] != value:
-                raise InputError(
-                    f"{checkpoint.path} cannot be resumed: {name} was {extra['batches'][name]} and is {value} now. Use "
-                    "the former, or train anew with another --output."
-                )
         self.position = _Position(**extra["position"])
 
     def _finish(self, started: float) -> dict[str, Any]:
@@ -238,20 +253,22 @@ class Trainer:
             )
         self.session.load_model(best)
         result = self.session.evaluate("test")
-        position = self.position
+        tested = _Position(**best.extra["position"])
         seconds = time.monotonic() - started
         summary = {
-            "best_epoch": position.best_epoch,
-            "best_step": position.best_step,
-            "epochs": position.step // self.steps.steps_per_epoch,
-            "steps": position.step,
-            "stopped_early": position.stopped,
+            "best_epoch": tested.best_epoch,
+            "best_step": tested.best_step,
+            "epochs": self.position.step // self.steps.steps_per_epoch,
+            "steps": self.position.step,
+            "stopped_early": self._stops_early(),
             "seconds": round(seconds, 1),
             "world_size": self.session.world_size,
             "device": str(self.session.device),
-            "store": {name: about["sha256"] for name, about in self.session.store.manifest["files"].items()},
+            "versions": installed_versions(),
+            "precision": self.config.training.precision,
+            "store": provenance(self.config, self.session.store)["store"],
             "test_users": len(result.users),
-            "validation": position.validation,
+            "validation": tested.validation,
             "test": {"filtered": result.filtered, "unfiltered": result.unfiltered},
         }
         if self.folder is not None and self.progress is not None:
