@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 
-def draw_curves(folder: Path) -> Path:
-    """Draws `curves.png` from the logs of a run folder."""
+def draw_curves(steps: list[dict[str, Any]], validations: list[dict[str, Any]], path: Path) -> None:
+    """Draws the picture of a run as a PNG.
+
+    Args:
+        steps: records of train_log.jsonl.
+        validations: records of validation.jsonl.
+        path: file to write.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    from turbogr_plugin.training.run_folder import read_lines
-
-    steps = read_lines(folder / "train_log.jsonl")
-    validations = read_lines(folder / "validation.jsonl")
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -47,6 +50,4 @@ def draw_curves(folder: Path) -> Path:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    path = folder / "curves.png"
     figure.savefig(path)
-    return path

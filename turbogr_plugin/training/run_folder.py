@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from turbogr_plugin.training.curves import draw_curves
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file aside and renames it, so that readers and kills never meet half of it."""
@@ -76,12 +78,11 @@ class RunFolder:
 
     def finish(self, summary: dict[str, Any], users: np.ndarray, filtered: np.ndarray, unfiltered: np.ndarray) -> None:
         """Writes the summary, the per-user test ranks and the picture."""
-        from turbogr_plugin.training.curves import draw_curves
-
         aside = self.path / ".test_ranks.tmp.npz"
         np.savez_compressed(aside, users=users, filtered=filtered, unfiltered=unfiltered)
         os.replace(aside, self.path / "test_ranks.npz")
-        draw_curves(self.path)
+        steps, validations = (read_lines(self.path / name) for name in ("train_log.jsonl", "validation.jsonl"))
+        draw_curves(steps, validations, self.path / "curves.png")
         for name, value in summary["test"]["filtered"].items():
             self._events.add_scalar(f"test/{name}", value, summary["best_step"])
         write_atomically(self.path / "metrics.json", (json.dumps(summary, indent=2) + "\n").encode())

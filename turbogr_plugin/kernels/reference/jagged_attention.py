@@ -84,6 +84,11 @@ def forward(
     return out
 
 
+def _sums_like(x: Tensor) -> Tensor:
+    """Zeros of the shape of x, in float32 or wider."""
+    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
 def _add_by_entry(table: Tensor, entries: Tensor, values: Tensor) -> None:
     """table[..., entries] += values [H, n, m], summed over the heads where the table is shared by them."""
     if table.dim() == 1:
@@ -107,9 +112,11 @@ def backward(
     position_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k, v and of the two tables (None where there is no table)."""
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dt = None if time_bias is None else torch.zeros_like(time_bias)
-    dp = None if position_bias is None else torch.zeros_like(position_bias)
+    dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    # These are sums over many pairs or chunks: in bf16 they would stop growing after some hundred terms.
+    dk, dv = _sums_like(k), _sums_like(v)
+    dt = None if time_bias is None else _sums_like(time_bias)
+    dp = None if position_bias is None else _sums_like(position_bias)
     for chunk in _chunks(offsets, q.shape[1], causal):
         rows, columns, first, _ = chunk
         scores, buckets, gaps = _scores(q, k, chunk, alpha, timestamps, query_timestamps, time_bias, position_bias)
@@ -128,4 +135,10 @@ def backward(
         ds = ds.to(q.dtype) * alpha
         dq[rows] = torch.matmul(ds, k[columns].transpose(0, 1)).transpose(0, 1)
         dk[columns] += torch.matmul(ds.mT, q[rows].transpose(0, 1)).transpose(0, 1)
-    return dq, dk, dv, dt, dp
+    return (
+        dq,
+        dk.to(k.dtype),
+        dv.to(v.dtype),
+        None if dt is None or time_bias is None else dt.to(time_bias.dtype),
+        None if dp is None or position_bias is None else dp.to(position_bias.dtype),
+    )
