@@ -93,13 +93,14 @@ def train(config: RunConfig, *, resume: bool) -> dict[str, Any] | None:
         config: of the run.
         resume: go on from the latest complete checkpoint.
     """
-    # As an absolute path in the run folder: `evaluate` and `recommend` find the store from anywhere.
-    config.data.store = str(Path(config.data.store).resolve())
     with _session(config, make_store=True) as session:
         trainer = Trainer(session, resume=resume)
         if session.rank == 0:
-            resolved = yaml.safe_dump(asdict(config), sort_keys=False)
-            write_atomically(Path(config.output) / "config.yaml", resolved.encode())
+            resolved = asdict(config)
+            # As an absolute path, with which `evaluate` and `recommend` find the store from anywhere.
+            resolved["data"]["store"] = str(Path(config.data.store).resolve())
+            text = yaml.safe_dump(resolved, sort_keys=False)
+            write_atomically(Path(config.output) / "config.yaml", text.encode())
         summary = trainer.train()
         return summary if session.rank == 0 else None
 
