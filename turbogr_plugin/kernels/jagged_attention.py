@@ -36,9 +36,8 @@ def _forward(
     time_bias: Tensor | None,
     position_bias: Tensor | None,
 ) -> Tensor:
-    return reference.forward(
-        q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias
-    )
+    arguments = (q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)
+    return reference.forward(reference.AttentionCall(*arguments))
 
 
 @_forward.register_fake
@@ -61,50 +60,36 @@ def _backward(
     time_bias: Tensor | None,
     position_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dt, dp = reference.backward(
-        grad, q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias
-    )
+    arguments = (q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)
+    dq, dk, dv, dt, dp = reference.backward(grad, reference.AttentionCall(*arguments))
     empty = q.new_empty(0)
     return dq, dk, dv, empty if dt is None else dt, empty.clone() if dp is None else dp
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    alpha: float,
-    scale: float,
-    causal: bool,
-    timestamps: Tensor | None,
-    query_timestamps: Tensor | None,
-    time_bias: Tensor | None,
-    position_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def like(bias: Tensor | None) -> Tensor:
-        return q.new_empty(0) if bias is None else torch.empty_like(bias)
+def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = reference.AttentionCall(*arguments)
 
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), like(time_bias), like(position_bias)
+    def like(bias: Tensor | None) -> Tensor:
+        return call.q.new_empty(0) if bias is None else torch.empty_like(bias)
+
+    gradients = torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
+    return *gradients, like(call.time_bias), like(call.position_bias)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias = inputs
-    ctx.save_for_backward(q, k, v, offsets, timestamps, query_timestamps, time_bias, position_bias)
-    ctx.scalars = (alpha, scale, causal)
+    call = reference.AttentionCall(*inputs)
+    ctx.save_for_backward(*(value for value in call if value is None or isinstance(value, Tensor)))
+    ctx.scalars = (call.alpha, call.scale, call.causal)
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, offsets, timestamps, query_timestamps, time_bias, position_bias = ctx.saved_tensors
-    dq, dk, dv, dt, dp = _backward(
-        grad.contiguous(), q, k, v, offsets, *ctx.scalars, timestamps, query_timestamps, time_bias, position_bias
-    )
+    q, k, v, offsets, *bias = ctx.saved_tensors
+    _, _, time_bias, position_bias = bias
+    dq, dk, dv, dt, dp = _backward(grad.contiguous(), q, k, v, offsets, *ctx.scalars, *bias)
     return (
-        dq,
-        dk,
-        dv,
-        *(None,) * 6,
+        *(dq, dk, dv),
+        *(None,) * 6,  # offsets, the three scalars and the two times
         None if time_bias is None else dt,
         None if position_bias is None else dp,
     )
