@@ -28,6 +28,7 @@ from torch import Tensor
 
 from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.errors import InputError
+from turbogr_plugin.kernels.offsets import lengths_to_offsets
 from turbogr_plugin.training.item_corpus import ItemCorpus
 from turbogr_plugin.training.metrics import DEFAULT_CUTOFFS, check_cutoffs, ranking_metrics
 from turbogr_plugin.training.ranking import SeenItems, TargetRankCounter, check_item_indices, check_jagged
@@ -165,7 +166,7 @@ def top_k(corpus: ItemCorpus, queries: Tensor, seen_values: Tensor, seen_offsets
     all_queries = torch.cat(exchange.gather_rows(queries.float(), counts))
     all_lengths = torch.cat(exchange.gather_rows(seen_offsets.diff(), counts))
     all_seen = torch.cat(exchange.gather_rows(seen_values, seen_counts))
-    seen = SeenItems(all_seen, _offsets(all_lengths))
+    seen = SeenItems(all_seen, lengths_to_offsets(all_lengths))
 
     # The best so far, by ascending item index; -1 stands for "none" and is smaller than every index.
     scores = all_queries.new_full((all_queries.size(0), k), -torch.inf)
@@ -241,7 +242,7 @@ def _rank_step(step: EvaluationQueries, corpus: ItemCorpus) -> Tensor:
             target_scores[here] = corpus.score(queries, rows)[here, targets[here] - first_item]
     exchange.sum_(target_scores)
 
-    counter = TargetRankCounter(targets, target_scores, seen_values, _offsets(lengths))
+    counter = TargetRankCounter(targets, target_scores, seen_values, lengths_to_offsets(lengths))
     for first_item, rows in corpus.chunks():
         counter.update(corpus.score(queries, rows), first_item)
     exchange.sum_(counter.partial_counts)
@@ -255,10 +256,6 @@ def _check_queries(queries: Tensor, seen_values: Tensor, seen_offsets: Tensor, c
         raise ValueError(f"queries is on {queries.device}; the item table is on {corpus.device}")
     check_jagged(seen_values, seen_offsets, queries.size(0), name="seen")
     check_item_indices(seen_values, corpus.num_items, name="seen_values")
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
 
 
 def _keep_best(scores: Tensor, items: Tensor, k: int) -> tuple[Tensor, Tensor]:
