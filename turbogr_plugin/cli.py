@@ -229,6 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"turbogr {given[0]}: {error}")
     except argparse.ArgumentError as error:
         return _refuse(f"turbogr {given[0]}: {error}. `turbogr {given[0]} --help` shows the options.")
+    except UnicodeDecodeError as error:
+        return _refuse(f"turbogr {given[0]}: a configuration file is not UTF-8 text ({error.reason} at {error.start})")
     except OSError as error:
         if error.errno not in _MENDABLE:
             raise

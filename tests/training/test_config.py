@@ -203,3 +203,9 @@ def test_a_file_that_is_no_mapping_ends_with_code_2(
 def test_values_out_of_range_are_refused_by_the_classes_themselves(make: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
+
+
+def test_a_configuration_that_is_not_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"output: \xff\xfe\n")
+    assert _exit_code(["train", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "not UTF-8 text" in capsys.readouterr().err
