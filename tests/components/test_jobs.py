@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from torchx.specs.finder import get_components
 
 from turbogr_plugin.components import jobs
 from turbogr_plugin.components.launcher import parse_nodes_and_ranks
+from turbogr_plugin.components.node import launch_command
 from turbogr_plugin.components.profiles import profile_files, profile_problems
 from turbogr_plugin.errors import InputError
 
@@ -104,28 +104,18 @@ def test_no_threads_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("host", "expected"), [("node-7", "node-7:1234"), ("", "localhost:1234")])
-def test_several_nodes_meet_at_the_first_one_and_get_their_arguments_unchanged(
-    host: str, expected: str, tmp_path: Path
-) -> None:
-    show = tmp_path / "show arguments"
-    show.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
-    show.chmod(0o755)
-    odd = ["--a.text", "two words", "--a.quote", "it's", "--a.star", "*"]
-    app = jobs.train(*odd, config="a.yaml", j="2x4", python=str(show), rdzv_port=1234)
+def test_several_nodes_meet_at_the_first_one_and_get_their_arguments_unchanged(host: str, expected: str) -> None:
+    odd = ["--a.text", "two words", "--a.quote", "it's", "--a.star", "*", "--a.dollar", "$HOME"]
+    app = jobs.train(*odd, config="a.yaml", j="2x4", rdzv_port=1234)
     with get_runner() as runner:
         info = runner.dryrun(app, "local_cwd", cfg={"log_dir": "unused"})
     request = info.request
     replicas = request.role_params["ranks"]
     assert len(replicas) == 2
-    shown = subprocess.run(
-        replicas[1].args,
-        env={"PATH": "/usr/bin:/bin", "TORCHX_RANK0_HOST": host},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    arguments = json.loads(shown.stdout)
+    interpreter, m, module, *given = replicas[1].args
+    assert [interpreter, m, module] == [sys.executable, "-m", "turbogr_plugin.components.node"]
+    arguments = launch_command(given, {"TORCHX_RANK0_HOST": host})
+    assert arguments[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert arguments[arguments.index("--rdzv-endpoint") + 1] == expected
     assert arguments[arguments.index("--rdzv-id") + 1] == request.app_id
     assert arguments[arguments.index("--nnodes") + 1] == "2"

@@ -8,7 +8,6 @@ Left out: elastic sizes (`1:2x4`), host resources and mounts; a cluster profile 
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -65,26 +64,22 @@ def ranks_app(
     if threads < 1:
         raise InputError(f"threads={threads}: a rank needs at least 1")
     interpreter = python or sys.executable
-    launch = ["-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
+    size = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     # Both streams of every rank go to the console and to a file of its own under log_dir; an empty role makes the
     # prefix of the lines "[rank]:" and not "[defaultrank]:".
     tee = ["--tee", "3", "--role", ""]
     if nodes == 1:
-        entrypoint, args = interpreter, [*launch, "--standalone", *tee, *program]
+        launch = ["-m", "torch.distributed.run", *size, "--standalone"]
     else:
-        # The first node's address is known only on the nodes, in a variable whose name the scheduler chooses; some
-        # schedulers leave it empty on the first node itself. `$$` becomes a `$` when TorchX fills in its macros.
-        endpoint = f"$${{{macros.rank0_env}:=localhost}}:{rdzv_port}"
-        rendezvous = f"--rdzv-backend c10d --rdzv-id {macros.app_id} --rdzv-endpoint {endpoint}"
-        command = f"exec {shlex.join([interpreter, *launch])} {rendezvous} {shlex.join([*tee, *program])}"
-        entrypoint, args = "bash", ["-c", command]
+        meeting = [macros.rank0_env, str(rdzv_port)]
+        launch = ["-m", "turbogr_plugin.components.node", *meeting, *size, "--rdzv-id", macros.app_id]
     role = Role(
         name="ranks",
         image=torchx.IMAGE,
         min_replicas=nodes,
         num_replicas=nodes,
-        entrypoint=entrypoint,
-        args=args,
+        entrypoint=interpreter,
+        args=[*launch, *tee, *program],
         env={"OMP_NUM_THREADS": str(threads), "LOGLEVEL": "WARNING", **(env or {})},
         port_map={"c10d": rdzv_port},
         resource=specs.NULL_RESOURCE,
