@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests import runs
 
@@ -97,6 +98,17 @@ def one_rank(
     shutil.copytree(tiny / "two", tiny / "patient")
     for name in ("store-damaged", "store-version"):
         shutil.copytree(tiny / "store", tiny / name)
+    lines = map(str.split, (tiny / "log.txt").read_text().splitlines())
+    shifted = [f"{user} {int(item) + 1} {time}" for user, item, time in lines]
+    (tiny / "shifted.txt").write_text("\n".join(shifted) + "\n")
+    rules = ["--format", "text", "--user_core", "1", "--item_core", "1", "--output", str(tiny / "store-shifted")]
+    assert runs.run_here("prepare", str(tiny / "shifted.txt"), *rules).code == 0
+    # A run that knows how its store was made, and whose store is gone.
+    shutil.copytree(tiny / "two", tiny / "storeless")
+    config = yaml.safe_load((tiny / "storeless/config.yaml").read_text())
+    prepare = {"format": "text", "inputs": [str(tiny / "log.txt")], "user_core": 1, "item_core": 1}
+    config["data"] |= {"store": str(tiny / "store-gone"), "prepare": prepare}
+    (tiny / "storeless/config.yaml").write_text(yaml.safe_dump(config))
     times = bytearray((tiny / "store-damaged/times.npy").read_bytes())
     times[-3] ^= 1
     (tiny / "store-damaged/times.npy").write_bytes(times)
@@ -130,6 +142,8 @@ def one_rank(
         "unknown checkpoint": ["evaluate", "--run", "two", "--checkpoint", "step-1"],
         "damaged store": ["evaluate", "--run", "two", "--store", "store-damaged"],
         "store of another version": ["evaluate", "--run", "two", "--store", "store-version"],
+        "other items": ["evaluate", "--run", "two", "--store", "store-shifted"],
+        "store is gone": ["evaluate", "--run", "storeless"],
         "another model": [*train, "--output", "two", "--resume", "--model.dim", "24"],
         "other batches": [*train, "--output", "two", "--resume", "--training.global_batch_size", "10"],
         "resume after the end": [*train, "--output", "anew", "--resume", "--training.epochs", "2"],

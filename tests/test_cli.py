@@ -102,12 +102,18 @@ class TestBadInput:
             ("unknown checkpoint", ["'step-1'", "best"]),
             ("damaged store", ["times.npy", "sha256", "turbogr prepare"]),
             ("store of another version", ["version 99", "turbogr prepare"]),
+            ("other items", ["two/checkpoints/best", "items.npy of the store has another checksum"]),
+            ("store is gone", ["store-gone", "is not a prepared store"]),
         ],
     )
     def test_is_one_line_that_names_it(self, one_rank: dict[str, runs.Outcome], command: str, parts: list[str]) -> None:
         message = _one_line(one_rank[command])
         for part in parts:
             assert part in message
+
+    @pytest.mark.usefixtures("one_rank")
+    def test_evaluating_makes_no_store(self, tiny: Path) -> None:
+        assert not (tiny / "store-gone").exists()
 
     @pytest.mark.parametrize(
         ("command", "part"), [("missing store", "nowhere is not a prepared store"), ("file in the way", "log.txt")]
