@@ -1,0 +1,69 @@
+"""Registration of our kernels under the names of fbgemm's operators, for the `npu` dispatch keys.
+
+fbgemm_gpu registers no PrivateUse1 kernel at all, so that on an NPU each of its operators is missing or falls back to
+the CPU. The `fbgemm_*.py` modules beside this one hold the kernels, each in a tuple `KERNELS`.
+
+Left out: schemas. They are fbgemm's, and a kernel whose operator has another schema than it was written for is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from turbogr_plugin.backend.adaptation import Outcome
+
+_library: list[torch.library.Library] = []  # a kernel lives as long as its library object
+_registered: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FbgemmKernel:
+    """One kernel for one operator under one dispatch key."""
+
+    schema: str
+    """The operator's schema as fbgemm 1.8.0 defines it, e.g. "fbgemm::invert_permute(Tensor permute) -> Tensor"."""
+    function: Callable[..., Any]
+    """Takes the schema's arguments."""
+    key: Literal["PrivateUse1", "AutogradPrivateUse1"] = "PrivateUse1"
+    """AutogradPrivateUse1 only where fbgemm's own autograd cannot be used or is missing."""
+
+    @property
+    def operator(self) -> str:
+        """Qualified name, with its overload if it has one."""
+        return self.schema.partition("(")[0]
+
+
+def register(kernels: Sequence[FbgemmKernel]) -> list[Outcome]:
+    """Registers kernels, each once per process.
+
+    fbgemm_gpu must have been imported: its shared libraries define the operators.
+
+    Returns:
+        One outcome per kernel; refused are an operator that is not there, one with another schema, and one for which
+        another package has a kernel under the same key.
+    """
+    return [_register(kernel) for kernel in kernels]
+
+
+def _register(kernel: FbgemmKernel) -> Outcome:
+    name = f"{kernel.operator} [{kernel.key}]"
+    if (kernel.operator, kernel.key) in _registered:
+        return Outcome(name, "already applied", "kernel registered")
+    qualified, _, overload = kernel.operator.partition(".")
+    try:
+        found = str(torch._C._get_schema(qualified, overload))
+    except RuntimeError:
+        return Outcome(name, "refused", "fbgemm_gpu defines no such operator")
+    if found != kernel.schema:
+        return Outcome(name, "refused", f"its schema is {found}, the kernel was written for {kernel.schema}")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(kernel.operator, kernel.key):
+        return Outcome(name, "refused", f"another package has registered a kernel under {kernel.key}")
+    if not _library:
+        _library.append(torch.library.Library("fbgemm", "IMPL"))
+    _library[0].impl(kernel.operator.removeprefix("fbgemm::"), kernel.function, kernel.key)
+    _registered.add((kernel.operator, kernel.key))
+    return Outcome(name, "applied", "kernel registered")
