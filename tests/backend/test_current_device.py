@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbogr_plugin.backend.current_device import current_device
+from turbogr_plugin.backend.current_device import available_device_types, current_device
 from turbogr_plugin.errors import InputError
 
 
@@ -40,4 +40,16 @@ def test_more_processes_than_accelerators_are_refused(accelerators: list[int], m
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(InputError, match=r"LOCAL_RANK 2 has no device.*shows 2.*at most 2 processes"):
         current_device("cuda")
+    assert accelerators == []
+
+
+def test_the_cpu_is_used_where_an_accelerator_is_there(accelerators: list[int]) -> None:
+    assert available_device_types() == ("cpu", "cuda")
+    assert current_device("cpu") == torch.device("cpu")
+    assert accelerators == []
+
+
+def test_a_device_of_another_type_than_the_accelerator_is_refused(accelerators: list[int]) -> None:
+    with pytest.raises(InputError, match=r"device 'npu' is not available.*use one of cpu, cuda"):
+        current_device("npu")
     assert accelerators == []

@@ -56,7 +56,8 @@ _lock = threading.RLock()
 
 def fingerprint(value: Any) -> str:
     """First 16 hexadecimal digits of the SHA-256 of a function's or class's source, or of a plain value's repr."""
-    value = inspect.unwrap(value.fget if isinstance(value, property) else getattr(value, "__func__", value))
+    function: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    value = inspect.unwrap(function)
     has_source = inspect.isroutine(value) or inspect.isclass(value)
     text = textwrap.dedent(inspect.getsource(value)) if has_source else repr(value)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -90,7 +91,9 @@ def apply(adaptation: Adaptation) -> Outcome:
             for source, expected in adaptation.written_for.items():
                 found = fingerprint(lookup(source)[2])
                 if found != expected:
-                    return Outcome(target, "refused", f"{source} has fingerprint {found}, this was written for {expected}")
+                    return Outcome(
+                        target, "refused", f"{source} has fingerprint {found}, this was written for {expected}"
+                    )
             places = [lookup(name) for name in (target, *adaptation.also)]
         except LookupError as error:
             return Outcome(target, "refused", str(error))

@@ -1,4 +1,9 @@
-"""Which device this process uses."""
+"""Which device this process uses.
+
+A process that has an accelerator may still be asked to use the CPU (a comparison, a debugging run); the accelerator is
+then left untouched. That makes `torch.accelerator` answer for a device that nobody uses, so code that has a
+`torch.device` asks that, and never `torch.accelerator.is_available()`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,12 @@ import os
 import torch
 
 from turbogr_plugin.errors import InputError
+
+
+def available_device_types() -> tuple[str, ...]:
+    """The device types that `current_device` accepts in this process: cpu, and the accelerator if one is there."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def current_device(device_type: str) -> torch.device:
@@ -18,8 +29,7 @@ def current_device(device_type: str) -> torch.device:
     Raises:
         InputError: a device type that is not there, naming what is; more processes on this host than devices.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    known = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
+    known = available_device_types()
     if device_type not in known:
         raise InputError(f"device {device_type!r} is not available in this process: use one of {', '.join(known)}")
     if device_type == "cpu":

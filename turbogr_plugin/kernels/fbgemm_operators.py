@@ -16,7 +16,7 @@ import torch
 
 from turbogr_plugin.backend.adaptation import Outcome
 
-_library: list[torch.library.Library] = []  # a kernel lives as long as its library object
+_libraries: dict[str, torch.library.Library] = {}  # by namespace; a kernel lives as long as its library object
 _registered: set[tuple[str, str]] = set()
 
 
@@ -62,8 +62,9 @@ def _register(kernel: FbgemmKernel) -> Outcome:
         return Outcome(name, "refused", f"its schema is {found}, the kernel was written for {kernel.schema}")
     if torch._C._dispatch_has_kernel_for_dispatch_key(kernel.operator, kernel.key):
         return Outcome(name, "refused", f"another package has registered a kernel under {kernel.key}")
-    if not _library:
-        _library.append(torch.library.Library("fbgemm", "IMPL"))
-    _library[0].impl(kernel.operator.removeprefix("fbgemm::"), kernel.function, kernel.key)
+    namespace, _, operator = kernel.operator.partition("::")
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    _libraries[namespace].impl(operator, kernel.function, kernel.key)
     _registered.add((kernel.operator, kernel.key))
     return Outcome(name, "applied", "kernel registered")

@@ -1,0 +1,76 @@
+"""What is told of an operator is what the dispatcher does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import turbogr_plugin
+from turbogr_plugin.kernels import explain
+from turbogr_plugin.kernels.reached_operators import REACHED
+
+NAMES = [name for names in REACHED.values() for name in names]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    turbogr_plugin.register()
+
+
+def _has(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def test_no_operator_is_listed_twice() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("device_type", explain.DEVICE_TYPES)
+def test_every_listed_operator_has_an_explanation(device_type: str) -> None:
+    choices = {explain.explain_operator(name, device_type).choice.partition(" (")[0] for name in NAMES}
+    ours = {"ours", "none: refused", "none: falls back to the CPU"} if device_type == "npu" else set()
+    assert choices == {"fbgemm's", "none: raises", "none: not there"} | ours
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ours_is_told_exactly_where_a_kernel_for_npu_is_registered(name: str) -> None:
+    choice = explain.explain_operator(name, "npu").choice
+    if choice == "none: not there":
+        return
+    registered = _has(name, "PrivateUse1") or _has(name, "AutogradPrivateUse1")
+    assert choice.startswith("ours (kernels/fbgemm_") == registered
+    if registered:
+        file = choice.removeprefix("ours (kernels/").removesuffix(")")
+        text = (Path(explain.__file__).parent / file).read_text()
+        assert "KERNELS" in text
+
+
+def test_the_cpu_gets_fbgemms_own_kernel_and_it_runs() -> None:
+    assert explain.explain_operator("fbgemm::invert_permute", "cpu").choice == "fbgemm's"
+    permute = torch.tensor([2, 0, 1])
+    assert torch.ops.fbgemm.invert_permute(permute).tolist() == [1, 2, 0]
+
+
+def test_what_is_said_to_raise_raises() -> None:
+    assert explain.explain_operator("fbgemm::lxu_cache_locking_counter_decrement", "cpu").choice == "none: raises"
+    x = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError):
+        torch.ops.fbgemm.lxu_cache_locking_counter_decrement(x, x)
+
+
+def test_an_operator_that_fbgemm_does_not_have_is_not_there() -> None:
+    assert explain.explain_operator("fbgemm::no_such_operator", "npu").choice == "none: not there"
+
+
+@pytest.mark.parametrize(
+    ("name", "device_type", "message"),
+    [
+        ("invert_permute", "npu", "name must be qualified"),
+        ("fbgemm::invert_permute", "mtia", "device_type must be one of npu, cuda, cpu, got 'mtia'"),
+    ],
+)
+def test_bad_input_is_refused(name: str, device_type: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        explain.explain_operator(name, device_type)

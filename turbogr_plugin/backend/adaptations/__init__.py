@@ -1,0 +1,26 @@
+"""Adaptations that need no kernel: how TorchRec and torch.distributed treat a device that their lists do not name."""
+
+from __future__ import annotations
+
+from turbogr_plugin.backend.adaptation import Adaptation
+from turbogr_plugin.backend.adaptations import (
+    collective_results,
+    dense_tables_on_device,
+    device_to_host_awaitable,
+    fused_tables_on_device,
+    kjt_without_host_sync,
+    kjt_without_rows,
+    pinned_small_tensors,
+    sharded_tensor_device,
+)
+
+ADAPTATIONS: tuple[Adaptation, ...] = (
+    *kjt_without_host_sync.ADAPTATIONS,
+    *pinned_small_tensors.ADAPTATIONS,
+    *collective_results.ADAPTATIONS,
+    *device_to_host_awaitable.ADAPTATIONS,
+    *sharded_tensor_device.ADAPTATIONS,
+    *fused_tables_on_device.ADAPTATIONS,
+    *dense_tables_on_device.ADAPTATIONS,
+    *kjt_without_rows.ADAPTATIONS,
+)
