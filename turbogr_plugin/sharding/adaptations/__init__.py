@@ -1,0 +1,37 @@
+"""Adaptations of TorchRec's planner, sharders and DMPCollection, one file per place."""
+
+from __future__ import annotations
+
+from turbogr_plugin.backend.adaptation import Adaptation
+from turbogr_plugin.sharding.adaptations import (
+    default_device,
+    device_kernels,
+    dmp_collection,
+    enumerator,
+    kernel_bandwidth,
+    placement,
+    plan_check,
+    plan_statistics,
+    sequences_without_rows,
+    sharding_types,
+    storage_estimate,
+    storage_reservation,
+    topology,
+)
+
+#: In the order in which they are applied: what accepts `npu` comes after what handles it.
+ADAPTATIONS: tuple[Adaptation, ...] = (
+    *storage_estimate.ADAPTATIONS,
+    *storage_reservation.ADAPTATIONS,
+    *kernel_bandwidth.ADAPTATIONS,
+    *enumerator.ADAPTATIONS,
+    *device_kernels.ADAPTATIONS,
+    *plan_statistics.ADAPTATIONS,
+    *placement.ADAPTATIONS,
+    *sharding_types.ADAPTATIONS,
+    *plan_check.ADAPTATIONS,
+    *topology.ADAPTATIONS,
+    *default_device.ADAPTATIONS,
+    *dmp_collection.ADAPTATIONS,
+    *sequences_without_rows.ADAPTATIONS,
+)
