@@ -1,0 +1,91 @@
+"""Loading: what it refuses, what it leaves alone, how it is built. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_loading_again_keeps_the_device_and_sets_the_policy(npu: ModuleType) -> None:
+    import torch
+
+    npu.load(devices=8, policy="permissive")
+    torch.ones(2, device="npu", dtype=torch.float64).add(1)
+    with pytest.raises(RuntimeError, match="loaded with 8 devices and cannot be changed to 2"):
+        npu.load(devices=2)
+    assert npu.is_loaded()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": 0}, "devices must be 1 to 64, got 0"),
+        ({"devices": 65}, "devices must be 1 to 64, got 65"),
+        ({"memory": 0}, "memory must be a positive number of bytes, got 0"),
+        ({"policy": "off"}, "policy must be one of strict, report, permissive, got 'off'"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(npu: ModuleType, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        npu.load(**arguments)
+
+
+def test_a_process_with_torch_npu_is_refused_and_nothing_is_changed() -> None:
+    done = python(
+        "import sys, types, torch; sys.modules['torch_npu'] = types.ModuleType('torch_npu')\n"
+        "from turbogr_plugin import simnpu\n"
+        "try: simnpu.load()\n"
+        "except RuntimeError as error: print(error)\n"
+        "print(torch._C._get_privateuse1_backend_name(), torch.accelerator.is_available(), simnpu.is_loaded())\n"
+        "try: simnpu.counters()\n"
+        "except RuntimeError as error: print(error)\n"
+        "torch.utils.rename_privateuse1_backend('other'); del sys.modules['torch_npu']\n"
+        "try: simnpu.load()\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    first, state, unloaded, other = done.stdout.splitlines()
+    assert first.startswith("torch_npu is imported in this process")
+    assert state == "privateuseone False False"
+    assert "call turbogr_plugin.simnpu.load() first" in unloaded
+    assert "this process has the backend 'other' already" in other
+
+
+def test_devices_and_memory_are_as_many_as_asked_for() -> None:
+    done = python(
+        "import torch, time; from turbogr_plugin import simnpu\n"
+        "start = time.perf_counter(); simnpu.load(devices=2, memory=1 << 20); print(time.perf_counter() - start)\n"
+        "print(torch.npu.device_count(), torch.npu.mem_get_info())\n"
+        "kept = torch.ones(200_000, device='npu')\n"
+        "try: torch.ones(200_000, device='npu')\n"
+        "except torch.OutOfMemoryError as error: print(error)\n"
+        "del kept; print(torch.ones(150_000, device='npu').sum().item())\n"
+    )
+    seconds, devices, error, value = done.stdout.splitlines()
+    assert devices == "2 (1048576, 1048576)"
+    assert "npu:0 is out of memory" in error
+    assert value == "150000.0"
+    assert float(seconds) > 0
+
+
+def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path) -> None:
+    done = python(
+        "from turbogr_plugin import simnpu\nsimnpu.load()", CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path)
+    )
+    assert done.returncode == 1
+    assert "the compiler 'no-such-compiler' is not there" in done.stderr.splitlines()[-1]

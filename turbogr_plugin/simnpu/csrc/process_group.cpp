@@ -1,0 +1,561 @@
+// `hccl` of the simulated npu: collectives over gloo, ordered by streams as HCCL orders them.
+//
+// A collective is one operator on a communication stream of its group. That stream first waits for the caller's stream;
+// Work::wait() makes the current stream wait for it. wait() blocks no host, so that a result used without it is as
+// unordered here as on a device, and the stream checker finds it. gloo gets the values from the memory behind the npu
+// tensors, so no copy between host and device is counted and no host synchronisation either (barrier excepted).
+//
+// Left out: the exchange itself is done when the call returns (send and receive excepted), so that ranks which issue
+// the collectives of two groups in different orders wait for each other here, while HCCL may get through. ReduceOps and
+// receive-from-any that HCCL lacks are refused.
+#include "process_group.h"
+#include "simnpu.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+#include <algorithm>
+#include <functional>
+
+namespace simnpu {
+namespace {
+
+using at::Tensor;
+using c10d::OpType;
+using c10d::ReduceOp;
+using Tensors = std::vector<Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+// Gets the inputs as contiguous tensors on the host and fills the outputs, contiguous tensors on the host too.
+using Exchange = std::function<void(Tensors& inputs, Tensors& outputs)>;
+
+Tensor host_like(const Tensor& tensor) {
+  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+}
+
+Tensor to_host(const Tensor& tensor) {
+  auto host = host_like(tensor);
+  host.copy_(CpuViews().of(tensor));
+  return host;
+}
+
+void from_host(const Tensor& tensor, const Tensor& host) {
+  CpuViews().of(tensor).copy_(host.view(tensor.sizes()));
+}
+
+Tensor bytes(const Tensor& contiguous) {
+  return contiguous.reshape(-1).view(at::kByte);
+}
+
+Tensor joined_bytes(const Tensors& tensors) {
+  Tensors parts;
+  for (const auto& tensor : tensors) parts.push_back(bytes(tensor));
+  return at::cat(parts);
+}
+
+void split_bytes(const Tensor& joined, Tensors& tensors) {
+  int64_t begin = 0;
+  for (auto& tensor : tensors) {
+    const auto length = static_cast<int64_t>(tensor.nbytes());
+    bytes(tensor).copy_(joined.narrow(0, begin, length));
+    begin += length;
+  }
+}
+
+std::vector<int64_t> byte_lengths(const Tensors& tensors) {
+  std::vector<int64_t> lengths;
+  for (const auto& tensor : tensors) lengths.push_back(static_cast<int64_t>(tensor.nbytes()));
+  return lengths;
+}
+
+c10::Stream current_stream_of(c10::Device device) { return c10::impl::VirtualGuardImpl(kNpu).getStream(device); }
+
+// A collective whose exchange is done; what is left is the order of streams.
+class DoneWork : public c10d::Work {
+ public:
+  DoneWork(int rank, OpType type, c10::Stream stream, Tensors outputs, bool block_host = false)
+      : Work(rank, type), device_(stream.device()), event_(kNpu), outputs_(std::move(outputs)), block_host_(block_host) {
+    const c10::StreamGuard guard(stream);  // the future records the current stream
+    event_.record(stream);
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_});
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds /*timeout*/ = kNoTimeout) override {
+    event_.block(current_stream_of(device_));
+    if (block_host_) event_.synchronize();
+    return true;
+  }
+  void synchronize() override { wait(); }
+  Tensors result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  c10::Device device_;
+  c10::Event event_;
+  Tensors outputs_;
+  bool block_host_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// A send or a receive that gloo is still working on. The host blocks in wait() until the peer has come; on a device
+// only the stream would.
+class PendingWork : public c10d::Work {
+ public:
+  PendingWork(int rank, OpType type, c10::Stream stream, WorkPtr exchange, Tensors hosts, Tensors outputs)
+      : Work(rank, type), device_(stream.device()), event_(kNpu), exchange_(std::move(exchange)),
+        hosts_(std::move(hosts)), outputs_(std::move(outputs)) {
+    event_.record(stream);
+  }
+  bool isCompleted() override { return done_ || exchange_->isCompleted(); }
+  bool isSuccess() const override { return done_; }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    std::lock_guard<std::mutex> lock(waiting_);
+    if (!done_) {
+      exchange_->wait(timeout);
+      for (size_t i = 0; i < outputs_.size(); ++i) from_host(outputs_[i], hosts_[i]);
+      done_ = true;
+    }
+    event_.block(current_stream_of(device_));
+    return true;
+  }
+  void synchronize() override { wait(); }
+  Tensors result() override { return outputs_; }
+
+ private:
+  std::mutex waiting_;
+  c10::Device device_;
+  c10::Event event_;
+  WorkPtr exchange_;
+  Tensors hosts_, outputs_;
+  bool done_ = false;
+};
+
+// What startCoalescing and endCoalescing enclose.
+class CoalescedWork : public c10d::Work {
+ public:
+  CoalescedWork(int rank, std::vector<WorkPtr> parts) : Work(rank, OpType::COALESCED), parts_(std::move(parts)) {}
+  bool isCompleted() override {
+    return std::all_of(parts_.begin(), parts_.end(), [](const WorkPtr& part) { return part->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(parts_.begin(), parts_.end(), [](const WorkPtr& part) { return part->isSuccess(); });
+  }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    for (const auto& part : parts_) part->wait(timeout);
+    return true;
+  }
+  void synchronize() override { wait(); }
+
+ private:
+  std::vector<WorkPtr> parts_;
+};
+
+class HcclOverGloo : public c10d::Backend {
+ public:
+  explicit HcclOverGloo(c10::intrusive_ptr<c10d::Backend> gloo)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {
+    init();
+  }
+
+  const std::string getBackendName() const override { return "hccl"; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void abort() override { gloo_->abort(); }
+  void shutdown() override { gloo_->shutdown(); }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return run("hccl::broadcast", OpType::BROADCAST, tensors, tensors, [&](Tensors& inputs, Tensors& outputs) {
+      outputs = inputs;
+      for (auto& host : outputs) broadcast_bytes(host, options.rootRank, options.timeout);
+    });
+  }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return reduce_all(OpType::ALLREDUCE, tensors, options);
+  }
+
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return reduce_all(OpType::ALLREDUCE_COALESCED, tensors, options);
+  }
+
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    check_reduction(options.reduceOp);
+    const bool root = options.rootRank == rank_;
+    return run("hccl::reduce", OpType::REDUCE, tensors, root ? tensors : Tensors{}, [&](Tensors& inputs, Tensors& outputs) {
+      for (auto& host : inputs) {
+        auto sent = options;
+        host = reduced(host, sent.reduceOp, [&](Tensors& wide) { return gloo_->reduce(wide, sent); });
+      }
+      if (root) outputs = inputs;
+    });
+  }
+
+  WorkPtr allgather(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    check_lists("allgather", outputs.size(), inputs.size());
+    return gather_all(OpType::ALLGATHER, flattened(outputs), inputs, options);
+  }
+
+  WorkPtr allgather_coalesced(
+      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    // Here outputs are one list per rank, each with one tensor per input.
+    Tensors by_input;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      for (auto& of_rank : outputs) by_input.push_back(of_rank.at(i));
+    }
+    return gather_all(OpType::ALLGATHER_COALESCED, by_input, inputs, options);
+  }
+
+  WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
+    Tensors outputs{output}, inputs{input};
+    return gather_into(OpType::_ALLGATHER_BASE, outputs, inputs, options);
+  }
+
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return gather_into(OpType::ALLGATHER_COALESCED, outputs, inputs, options);
+  }
+
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    auto received = flattened(outputs);
+    return run("hccl::gather", OpType::GATHER, inputs, received, [&](Tensors& from, Tensors& to) {
+      std::vector<Tensors> lists;
+      if (!to.empty()) {
+        lists.emplace_back();
+        for (auto& host : to) lists[0].push_back(bytes(host));
+      }
+      Tensors sent{bytes(from.at(0))};
+      finish(gloo_->gather(lists, sent, options));
+    });
+  }
+
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    auto sent = flattened(inputs);
+    return run("hccl::scatter", OpType::SCATTER, sent, outputs, [&](Tensors& from, Tensors& to) {
+      std::vector<Tensors> lists;
+      if (!from.empty()) {
+        lists.emplace_back();
+        for (auto& host : from) lists[0].push_back(bytes(host));
+      }
+      Tensors received{bytes(to.at(0))};
+      finish(gloo_->scatter(received, lists, options));
+    });
+  }
+
+  WorkPtr reduce_scatter(
+      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
+    check_lists("reduce_scatter", inputs.size(), outputs.size());
+    check_reduction(options.reduceOp);
+    return run("hccl::reduce_scatter", OpType::REDUCE_SCATTER, flattened(inputs), outputs, [&](Tensors& from, Tensors& to) {
+      for (size_t i = 0; i < to.size(); ++i) {
+        Tensors chunks(from.begin() + static_cast<int64_t>(i) * size_, from.begin() + static_cast<int64_t>(i + 1) * size_);
+        reduce_chunks(chunks, to[i], options);
+      }
+    });
+  }
+
+  WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    Tensors outputs{output}, inputs{input};
+    return reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  }
+
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    check_lists("reduce_scatter_tensor", inputs.size(), outputs.size());
+    check_reduction(options.reduceOp);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      TORCH_CHECK_VALUE(
+          inputs[i].numel() == outputs[i].numel() * size_, "hccl reduce_scatter_tensor: the input has ",
+          inputs[i].numel(), " elements; with ", size_, " ranks and an output of ", outputs[i].numel(),
+          " elements it must have ", outputs[i].numel() * size_);
+    }
+    return run("hccl::reduce_scatter_tensor", OpType::_REDUCE_SCATTER_BASE, inputs, outputs, [&](Tensors& from, Tensors& to) {
+      for (size_t i = 0; i < to.size(); ++i) {
+        auto chunks = from[i].reshape(-1).split(std::max<int64_t>(to[i].numel(), 1));
+        chunks.resize(size_, at::empty({0}, from[i].options()));
+        reduce_chunks(chunks, to[i], options);
+      }
+    });
+  }
+
+  WorkPtr alltoall_base(
+      Tensor& output, Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& options) override {
+    TORCH_CHECK_TYPE(
+        output.scalar_type() == input.scalar_type(), "hccl all_to_all: the output is ", output.scalar_type(),
+        ", the input is ", input.scalar_type());
+    c10d::checkSplitSizes(output_splits, output, size_);
+    c10d::checkSplitSizes(input_splits, input, size_);
+    return run("hccl::all_to_all_single", OpType::ALLTOALL_BASE, {input}, {output}, [&](Tensors& from, Tensors& to) {
+      auto received = bytes(to[0]), sent = bytes(from[0]);
+      auto to_lengths = row_splits(to[0], output_splits), from_lengths = row_splits(from[0], input_splits);
+      finish(gloo_->alltoall_base(received, sent, to_lengths, from_lengths, options));
+    });
+  }
+
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    check_lists("all_to_all", outputs.size(), size_);
+    check_lists("all_to_all", inputs.size(), size_);
+    return run("hccl::all_to_all", OpType::ALLTOALL, inputs, outputs, [&](Tensors& from, Tensors& to) {
+      auto sent = joined_bytes(from), received = at::empty_like(joined_bytes(to));
+      auto to_lengths = byte_lengths(to), from_lengths = byte_lengths(from);
+      finish(gloo_->alltoall_base(received, sent, to_lengths, from_lengths, options));
+      split_bytes(received, to);
+    });
+  }
+
+  WorkPtr send(Tensors& tensors, int destination, int tag) override {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const auto stream = enter("hccl::send", tensors, {});
+    Tensors hosts;
+    for (const auto& tensor : tensors) hosts.push_back(bytes(to_host(tensor)));
+    return keep(c10::make_intrusive<PendingWork>(
+        rank_, OpType::SEND, stream, gloo_->send(hosts, destination, tag), hosts, Tensors{}));
+  }
+
+  WorkPtr recv(Tensors& tensors, int source, int tag) override {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const auto stream = enter("hccl::recv", {}, tensors);
+    Tensors hosts, received;
+    for (auto& tensor : tensors) {
+      hosts.push_back(host_like(tensor));
+      received.push_back(bytes(hosts.back()));
+      // From now on to wait() nobody may read the tensor: who does shall see that.
+      received.back().fill_(0xC5);
+      from_host(tensor, hosts.back());
+    }
+    return keep(c10::make_intrusive<PendingWork>(
+        rank_, OpType::RECV, stream, gloo_->recv(received, source, tag), hosts, tensors));
+  }
+
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    c10::impl::VirtualGuardImpl npu(kNpu);
+    auto device = npu.getDevice();
+    if (options.device && options.device->type() == kNpu && options.device->has_index()) device = *options.device;
+    if (!options.device_ids.empty()) device = c10::Device(kNpu, static_cast<c10::DeviceIndex>(options.device_ids[0]));
+    const auto stream = enter("hccl::barrier", {}, {}, device);
+    c10d::BarrierOptions sent;
+    sent.timeout = options.timeout;
+    finish(gloo_->barrier(sent));
+    return keep(c10::make_intrusive<DoneWork>(rank_, OpType::BARRIER, stream, Tensors{}, /*block_host=*/true));
+  }
+
+  void startCoalescing() override {
+    TORCH_CHECK(!coalescing_, "hccl: startCoalescing within startCoalescing");
+    coalescing_ = true;
+  }
+
+  WorkPtr endCoalescing() override {
+    TORCH_CHECK(coalescing_, "hccl: endCoalescing without startCoalescing");
+    coalescing_ = false;
+    return c10::make_intrusive<CoalescedWork>(rank_, std::exchange(coalesced_, {}));
+  }
+
+ private:
+  static void finish(const WorkPtr& work) { work->wait(); }
+
+  static Tensors flattened(const std::vector<Tensors>& lists) {
+    Tensors all;
+    for (const auto& list : lists) all.insert(all.end(), list.begin(), list.end());
+    return all;
+  }
+
+  static void check_lists(const char* name, size_t got, size_t expected) {
+    TORCH_CHECK_VALUE(got == expected, "hccl ", name, ": got ", got, " lists of tensors, ", expected, " are needed");
+  }
+
+  static void check_reduction(const ReduceOp& op) {
+    TORCH_CHECK_VALUE(
+        op.op_ == ReduceOp::SUM || op.op_ == ReduceOp::AVG || op.op_ == ReduceOp::PRODUCT || op.op_ == ReduceOp::MIN ||
+            op.op_ == ReduceOp::MAX,
+        "hccl: this ReduceOp is not there, HCCL has SUM, AVG, PRODUCT, MIN and MAX");
+  }
+
+  c10::Stream comm_stream(c10::Device device) {
+    std::lock_guard<std::mutex> lock(streams_mutex_);
+    auto found = streams_.find(device.index());
+    if (found == streams_.end()) {
+      found = streams_.emplace(device.index(), c10::impl::VirtualGuardImpl(kNpu).getNewStream(device)).first;
+    }
+    return found->second;
+  }
+
+  // Checks the tensors and launches: the communication stream waits for the caller's and uses the tensors.
+  c10::Stream enter(
+      const char* name, const Tensors& inputs, const Tensors& outputs, std::optional<c10::Device> device = {}) {
+    for (const auto* tensors : {&inputs, &outputs}) {
+      for (const auto& tensor : *tensors) {
+        TORCH_CHECK_VALUE(
+            on_npu(tensor) && tensor.layout() == at::kStrided, name, ": got a tensor on ", tensor.device(),
+            " with layout ", tensor.layout(), ", only dense npu tensors are allowed");
+        if (!device) device = tensor.device();
+        TORCH_CHECK_VALUE(
+            tensor.device() == *device, name, ": all tensors must be on one device, got ", *device, " and ",
+            tensor.device());
+      }
+    }
+    const auto stream = comm_stream(device ? *device : c10::impl::VirtualGuardImpl(kNpu).getDevice());
+    stream_waits(stream, stream_clock(current_stream_of(stream.device())));
+    const auto by = launch(stream, interned(name));
+    for (const auto& tensor : inputs) use(tensor, /*write=*/false, by);
+    for (const auto& tensor : outputs) use(tensor, /*write=*/true, by);
+    for (const auto* tensors : {&inputs, &outputs}) {
+      for (const auto& tensor : *tensors) record_stream(tensor, stream);
+    }
+    ++sequence_;
+    return stream;
+  }
+
+  WorkPtr keep(WorkPtr work) {
+    if (coalescing_) coalesced_.push_back(work);
+    return work;
+  }
+
+  WorkPtr run(
+      const char* name, OpType type, const Tensors& inputs, const Tensors& outputs, const Exchange& exchange) {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const auto stream = enter(name, inputs, outputs);
+    Tensors from, to;
+    for (const auto& tensor : inputs) from.push_back(to_host(tensor));
+    for (const auto& tensor : outputs) to.push_back(host_like(tensor));
+    exchange(from, to);
+    for (size_t i = 0; i < outputs.size(); ++i) from_host(outputs[i], to[i]);
+    return keep(c10::make_intrusive<DoneWork>(rank_, type, stream, outputs));
+  }
+
+  void broadcast_bytes(const Tensor& host, int64_t root, std::chrono::milliseconds timeout) {
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    options.timeout = timeout;
+    Tensors one{bytes(host)};
+    finish(gloo_->broadcast(one, options));
+  }
+
+  // gloo has no 16-bit integers and no average of integers: those are summed wider and divided here, towards zero.
+  Tensor reduced(Tensor host, ReduceOp& op, const std::function<WorkPtr(Tensors&)>& launch) {
+    const auto type = host.scalar_type();
+    const bool divide = op.op_ == ReduceOp::AVG && at::isIntegralType(type, /*includeBool=*/true);
+    if (divide) op = ReduceOp::SUM;
+    Tensors wide{type == at::kShort ? host.to(at::kInt) : host};
+    finish(launch(wide));
+    if (divide) wide[0].div_(size_, "trunc");
+    return wide[0].to(type);
+  }
+
+  WorkPtr reduce_all(OpType type, Tensors& tensors, const c10d::AllreduceOptions& options) {
+    check_reduction(options.reduceOp);
+    return run("hccl::allreduce", type, tensors, tensors, [&](Tensors& inputs, Tensors& outputs) {
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        auto sent = options;
+        outputs[i] = reduced(inputs[i], sent.reduceOp, [&](Tensors& wide) { return gloo_->allreduce(wide, sent); });
+      }
+    });
+  }
+
+  // `outputs` are those of the first input for each rank, then those of the second, and so on.
+  WorkPtr gather_all(OpType type, const Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+    check_lists("allgather", outputs.size(), inputs.size() * size_);
+    return run("hccl::allgather", type, inputs, outputs, [&](Tensors& from, Tensors& to) {
+      for (size_t i = 0; i < from.size(); ++i) {
+        Tensors parts(to.begin() + static_cast<int64_t>(i) * size_, to.begin() + static_cast<int64_t>(i + 1) * size_);
+        gather_parts(from[i], parts, options);
+      }
+    });
+  }
+
+  WorkPtr gather_into(OpType type, Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+    check_lists("all_gather_into_tensor", outputs.size(), inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      TORCH_CHECK_VALUE(
+          outputs[i].numel() == inputs[i].numel() * size_ && outputs[i].scalar_type() == inputs[i].scalar_type(),
+          "hccl all_gather_into_tensor: the output has ", outputs[i].numel(), " elements of ",
+          outputs[i].scalar_type(), "; with ", size_, " ranks and this input it must have ", inputs[i].numel() * size_,
+          " of ", inputs[i].scalar_type());
+    }
+    return run("hccl::allgather_into_tensor", type, inputs, outputs, [&](Tensors& from, Tensors& to) {
+      for (size_t i = 0; i < from.size(); ++i) {
+        auto sent = bytes(from[i]), received = bytes(to[i]);
+        if (sent.numel() > 0) finish(gloo_->_allgather_base(received, sent, options));
+      }
+    });
+  }
+
+  void gather_parts(const Tensor& from, Tensors& parts, const c10d::AllgatherOptions& options) {
+    const auto lengths = byte_lengths(parts);
+    TORCH_CHECK_VALUE(
+        lengths[rank_] == static_cast<int64_t>(from.nbytes()), "hccl allgather: the output of rank ", rank_, " has ",
+        lengths[rank_], " bytes, its input ", from.nbytes());
+    const bool even = std::all_of(lengths.begin(), lengths.end(), [&](int64_t length) { return length == lengths[0]; });
+    if (even) {
+      auto sent = bytes(from), received = at::empty({lengths[0] * size_}, sent.options());
+      if (lengths[0] > 0) finish(gloo_->_allgather_base(received, sent, options));
+      split_bytes(received, parts);
+      return;
+    }
+    bytes(parts[rank_]).copy_(bytes(from));
+    for (int root = 0; root < size_; ++root) broadcast_bytes(parts[root], root, options.timeout);
+  }
+
+  void reduce_chunks(Tensors chunks, Tensor& output, const c10d::ReduceScatterOptions& options) {
+    TORCH_CHECK_VALUE(
+        static_cast<int64_t>(chunks.size()) == size_ && chunks[rank_].numel() == output.numel() &&
+            chunks[rank_].scalar_type() == output.scalar_type(),
+        "hccl reduce_scatter: the chunk of rank ", rank_, " has ", chunks[rank_].numel(), " elements of ",
+        chunks[rank_].scalar_type(), ", its output ", output.numel(), " of ", output.scalar_type());
+    const bool even = std::all_of(
+        chunks.begin(), chunks.end(), [&](const Tensor& chunk) { return chunk.numel() == chunks[0].numel(); });
+    for (auto& chunk : chunks) chunk = chunk.reshape(-1);
+    auto joined = at::cat(chunks);
+    if (joined.numel() == 0) return;
+    auto flat = output.view(-1);
+    if (even && joined.scalar_type() != at::kShort && at::isFloatingType(joined.scalar_type())) {
+      finish(gloo_->_reduce_scatter_base(flat, joined, options));
+      return;
+    }
+    c10d::AllreduceOptions sent;
+    sent.reduceOp = options.reduceOp;
+    sent.timeout = options.timeout;
+    joined = reduced(joined, sent.reduceOp, [&](Tensors& wide) { return gloo_->allreduce(wide, sent); });
+    int64_t begin = 0;
+    for (int rank = 0; rank < rank_; ++rank) begin += chunks[rank].numel();
+    flat.copy_(joined.narrow(0, begin, output.numel()));
+  }
+
+  std::vector<int64_t> row_splits(const Tensor& tensor, const std::vector<int64_t>& splits) const {
+    const auto rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+    const auto row = rows == 0 ? 0 : static_cast<int64_t>(tensor.nbytes()) / rows;
+    std::vector<int64_t> lengths(size_, row * (rows / size_));
+    for (size_t i = 0; i < splits.size(); ++i) lengths[i] = row * splits[i];
+    return lengths;
+  }
+
+  c10::intrusive_ptr<c10d::Backend> gloo_;
+  std::map<c10::DeviceIndex, c10::Stream> streams_;
+  std::mutex streams_mutex_;
+  std::atomic<uint64_t> sequence_{0};
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+};
+
+}  // namespace
+
+void bind_process_group(pybind11::module& module) {
+  module.def(
+      "hccl_over",
+      [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<HcclOverGloo>(gloo);
+      },
+      pybind11::arg("gloo"), "The backend `hccl`, which exchanges through the gloo backend given.");
+}
+
+}  // namespace simnpu
