@@ -155,6 +155,7 @@ def test_the_console_script_and_the_components_are_registered() -> None:
     entries = importlib.metadata.distribution("turbogr-plugin").entry_points
     assert {(entry.group, entry.name, entry.value) for entry in entries} == {
         ("console_scripts", "turbogr", "turbogr_plugin.cli:main"),
+        ("torch.backends", "turbogr_plugin", "turbogr_plugin.backend.autoload:install"),
         ("torchx.components", "turbogr", "turbogr_plugin.components.jobs"),
         ("torchx.components", "dist", "torchx.components.dist"),
         ("torchx.components", "utils", "torchx.components.utils"),

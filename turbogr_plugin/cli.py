@@ -1,7 +1,7 @@
-"""The `turbogr` command: prepare, synthesize, train, evaluate, recommend, info.
+"""The `turbogr` command: prepare, synthesize, train, evaluate, recommend, info, dryrun, doctor.
 
-Exit codes: 0 done, 2 bad input (one message on stderr), 1 anything else (with its traceback). Heavy imports happen
-inside the commands.
+Exit codes: 0 done, 2 bad input (one message on stderr), 1 anything else (with its traceback), and where dryrun or
+doctor have found what would fail. Heavy imports happen inside the commands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from turbogr_plugin.errors import InputError
 if TYPE_CHECKING:
     from turbogr_plugin.training.config import RunConfig
 
-Command = Callable[[Sequence[str]], None]
+Command = Callable[[Sequence[str]], int | None]
+"""Gets its arguments; returns an exit code where it has one to tell."""
 
 # What a path or a disk can do to any command. Other errors of the system are faults of ours and keep their traceback.
 _MENDABLE = (
@@ -172,6 +173,56 @@ def _info(arguments: Sequence[str]) -> None:
     print("\n".join(info.describe(Path(namespace.path)) if namespace.path else info.versions()))
 
 
+def _dryrun(arguments: Sequence[str]) -> int:
+    """Run a training script, unchanged, on a simulated npu and report what would fail or be slow on a real one."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # before torch comes: torch_npu would claim the device
+    from turbogr_plugin.simnpu import dryrun
+
+    defaults = dryrun.DryRunSettings()
+    # Plain argparse: what follows SCRIPT belongs to the script, whatever it looks like.
+    parser = argparse.ArgumentParser(
+        prog="turbogr dryrun", description=_dryrun.__doc__, exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("--devices", type=int, default=defaults.devices, help="Simulated devices (%(default)s)")
+    parser.add_argument("--nproc-per-node", type=int, help="Start this many ranks, as torchrun does")
+    parser.add_argument("--memory-gb", type=float, default=defaults.memory_gb, help="Of each device (%(default)g)")
+    parser.add_argument(
+        "--policy",
+        choices=dryrun.POLICIES,
+        default=defaults.policy,
+        help="An operator without a kernel there runs on the CPU and is reported, raises, or runs unseen (%(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON; the output of the script goes to stderr")
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="Python file; options of dryrun come before it")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="Arguments of the script")
+    given = parser.parse_args(arguments)
+    settings = dryrun.DryRunSettings(
+        devices=given.devices,
+        memory_gb=given.memory_gb,
+        policy=given.policy,
+        nproc_per_node=given.nproc_per_node,
+    )
+    report = dryrun.run(given.script, given.arguments, settings, output_to_stderr=given.json)
+    print(json.dumps(report.as_json(), indent=2) if given.json else "\n".join(report.lines()))
+    return 1 if report.reasons else 0
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Say what is installed, what fits what, and which kernels TorchRec's operators get here."""
+    from turbogr_plugin import doctor
+
+    parser = ArgumentParser(prog="turbogr doctor", description=_doctor.__doc__, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="Print JSON")
+    parser.add_argument("--operators", action="store_true", help="Print a row for every operator")
+    given = parser.parse_args(arguments)
+    diagnosis = doctor.diagnose()
+    if given.json:
+        print(json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        print("\n".join(diagnosis.lines(every_operator=given.operators)))
+    return 1 if diagnosis.problems else 0
+
+
 def _metric_lines(name: str, metrics: dict[str, dict[str, float]]) -> list[str]:
     lines = []
     for kind, label in (("filtered", "seen items filtered"), ("unfiltered", "unfiltered")):
@@ -187,6 +238,8 @@ COMMANDS: dict[str, Command] = {
     "evaluate": _evaluate,
     "recommend": _recommend,
     "info": _info,
+    "dryrun": _dryrun,
+    "doctor": _doctor,
 }
 
 
@@ -223,8 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] not in COMMANDS:
         _say(f"turbogr: unknown command {given[0]!r}: use one of {', '.join(COMMANDS)}")
         return 2
+    code = 0
     try:
-        COMMANDS[given[0]](given[1:])
+        code = COMMANDS[given[0]](given[1:]) or 0
     except InputError as error:
         return _refuse(f"turbogr {given[0]}: {error}")
     except argparse.ArgumentError as error:
@@ -235,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in _MENDABLE:
             raise
         return _refuse(f"turbogr {given[0]}: {error.strerror}: {error.filename or 'the output'}")
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ def test_ours_is_told_exactly_where_a_kernel_for_npu_is_registered(name: str) ->
     if choice == "none: not there":
         return
     registered = _has(name, "PrivateUse1") or _has(name, "AutogradPrivateUse1")
+    if registered and choice == "none: refused":
+        assert explain.explain_operator(name, "npu").reason == "kernels/fbgemm_lookup.py raises and says why"
+        return
     assert choice.startswith("ours (kernels/fbgemm_") == registered
     if registered:
         file = choice.removeprefix("ours (kernels/").removesuffix(")")
@@ -58,6 +61,11 @@ def test_what_is_said_to_raise_raises() -> None:
     x = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(NotImplementedError):
         torch.ops.fbgemm.lxu_cache_locking_counter_decrement(x, x)
+
+
+def test_a_kernel_that_only_refuses_is_not_told_as_one_that_serves() -> None:
+    told = explain.explain_operator("fbgemm::split_embedding_codegen_lookup_none_function_pt2", "npu")
+    assert told.choice == "none: refused"
 
 
 def test_an_operator_that_fbgemm_does_not_have_is_not_there() -> None:

@@ -64,12 +64,15 @@ def explain_operator(name: str, device_type: str) -> Explanation:
 
 def _registered(name: str, device_type: str) -> Explanation:
     key = DEVICE_TYPES[device_type]
+    under = " and ".join(one for one in (f"Autograd{key}", key) if _has(name, one))
     if device_type != "npu":  # fbgemm_gpu registers none for npu, we none for anything else
-        return Explanation("fbgemm's", f"registered under {key}")
-    module = _our_modules().get(name)
-    if module is not None:
-        return Explanation(f"ours (kernels/{module}.py)", f"registered under {key}")
-    return Explanation("another package's", f"registered under {key} by neither fbgemm_gpu nor this package")
+        return Explanation("fbgemm's", f"registered under {under}")
+    module, refuses = _ours().get(name, (None, False))
+    if module is None:
+        return Explanation("another package's", f"registered under {under} by neither fbgemm_gpu nor this package")
+    if refuses:
+        return Explanation("none: refused", f"kernels/{module}.py raises and says why")
+    return Explanation(f"ours (kernels/{module}.py)", f"registered under {under}")
 
 
 def _has(name: str, key: str) -> bool:
@@ -86,11 +89,11 @@ def _is_defined(name: str) -> bool:
 
 
 @cache
-def _our_modules() -> dict[str, str]:
-    """Module by operator, of our kernels."""
+def _ours() -> dict[str, tuple[str, bool]]:
+    """Of our kernels, by operator: the module, and whether all that is there is a function named `refuse`."""
     found = {}
     for module in pkgutil.iter_modules(kernels.__path__):
         if module.name.startswith("fbgemm_"):
             ours: tuple[FbgemmKernel, ...] = getattr(import_module(f"{kernels.__name__}.{module.name}"), "KERNELS", ())
-            found.update({kernel.operator: module.name for kernel in ours})
+            found.update({kernel.operator: (module.name, kernel.function.__name__ == "refuse") for kernel in ours})
     return found

@@ -24,14 +24,14 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from turbogr_plugin import simnpu
+from turbogr_plugin.simnpu import process_group
 from turbogr_plugin.simnpu.dryrun_record import SETTINGS, Place, ProcessRecord, Use
-
-if TYPE_CHECKING:
-    from turbogr_plugin.simnpu.reports import Race
+from turbogr_plugin.simnpu.operators import TORCH_NPU_VERSION
 
 INTERVAL = 2.0  # seconds between two writes of the record
 _CUDA: dict[tuple[str, int, str], int] = {}  # uses of torch.cuda by the script
@@ -48,14 +48,11 @@ def start(folder: str) -> None:
         RuntimeError: the device cannot be loaded: there is no compiler, or torch_npu is imported.
     """
     settings = json.loads((Path(folder) / SETTINGS).read_text())
-    from turbogr_plugin import simnpu
-
     simnpu.load(
         devices=settings["devices"], policy=settings["policy"], memory=int(settings["memory_gb"] * 1_000_000_000)
     )
     simnpu.trace_sources(True)
-    import turbogr_plugin  # noqa: F401  # installs the hook that adapts TorchRec when it is imported
-
+    # The import of this package has installed the hook that adapts TorchRec when it comes.
     torch.cuda.__class__ = _WatchedModule
     recorder = _Recorder(Path(folder))
     sys.meta_path.insert(0, _StandIn(recorder))
@@ -87,8 +84,6 @@ class _Recorder:
 
     def begin_in_child(self) -> None:
         """A forked worker starts anew: what its parent has done is in the parent's record."""
-        from turbogr_plugin import simnpu
-
         simnpu.reset()
         _CUDA.clear()
         self.failures, self.torch_npu_imports = [], []
@@ -117,9 +112,6 @@ class _Recorder:
 
 
 def _seen() -> ProcessRecord:
-    from turbogr_plugin import simnpu
-    from turbogr_plugin.simnpu import process_group
-
     name = multiprocessing.current_process().name
     record = ProcessRecord(os.getpid(), "script" if name == "MainProcess" else name)
     record.rank = process_group.world_rank()
@@ -165,7 +157,7 @@ def _use(name: str, where: Iterable[str], count: int, detail: str = "") -> Use:
     return Use(name, known[0] if known else None, script, count, detail)
 
 
-def _race(race: Race) -> Use:
+def _race(race: simnpu.Race) -> Use:
     earlier = _use("", race.earlier.where, 1)
     later = _use(race.kind, race.later.where, race.count, f"{race.later.operator} after {race.earlier.operator}")
     return replace(later, other=earlier.script or earlier.place)
@@ -241,7 +233,6 @@ class _StandIn(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Fills the module and notes who wanted it."""
-        from turbogr_plugin.simnpu.operators import TORCH_NPU_VERSION
 
         def refuse(name: str) -> Any:
             raise AttributeError(

@@ -165,9 +165,8 @@ class DryRunReport:
         if not used:
             lines.append("NOTHING RAN ON AN NPU: the script has used no device of type npu (did it choose the CPU?).")
         else:
-            lines.append(
-                f"{_plural(len(used), 'process')} used npu: {calls:,} calls of {_plural(len(kinds), 'operator')}"
-            )
+            work = f"{_plural(calls, 'call')} of {_plural(len(kinds), 'operator')}"
+            lines.append(f"{_plural(len(used), 'process')} used npu: {work}")
         for place in sorted({place for record in self.processes for place in record.torch_npu_imports}, key=_short):
             lines.append(f"torch_npu was imported ({_short(place)}): an empty stand-in took its place")
         return lines

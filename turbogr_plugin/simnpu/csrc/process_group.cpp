@@ -9,17 +9,13 @@
 // the collectives of two groups in different orders wait for each other here, while HCCL may get through. ReduceOps and
 // receive-from-any that HCCL lacks are refused.
 #include "process_group.h"
+#include "process_group_work.h"
 #include "simnpu.h"
 
-#include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
-#include <algorithm>
 #include <functional>
 
 namespace simnpu {
@@ -28,24 +24,8 @@ namespace {
 using at::Tensor;
 using c10d::OpType;
 using c10d::ReduceOp;
-using Tensors = std::vector<Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 // Gets the inputs as contiguous tensors on the host and fills the outputs, contiguous tensors on the host too.
 using Exchange = std::function<void(Tensors& inputs, Tensors& outputs)>;
-
-Tensor host_like(const Tensor& tensor) {
-  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
-}
-
-Tensor to_host(const Tensor& tensor) {
-  auto host = host_like(tensor);
-  host.copy_(CpuViews().of(tensor));
-  return host;
-}
-
-void from_host(const Tensor& tensor, const Tensor& host) {
-  CpuViews().of(tensor).copy_(host.view(tensor.sizes()));
-}
 
 Tensor bytes(const Tensor& contiguous) {
   return contiguous.reshape(-1).view(at::kByte);
@@ -71,91 +51,6 @@ std::vector<int64_t> byte_lengths(const Tensors& tensors) {
   for (const auto& tensor : tensors) lengths.push_back(static_cast<int64_t>(tensor.nbytes()));
   return lengths;
 }
-
-c10::Stream current_stream_of(c10::Device device) { return c10::impl::VirtualGuardImpl(kNpu).getStream(device); }
-
-// A collective whose exchange is done; what is left is the order of streams.
-class DoneWork : public c10d::Work {
- public:
-  DoneWork(int rank, OpType type, c10::Stream stream, Tensors outputs, bool block_host = false)
-      : Work(rank, type), device_(stream.device()), event_(kNpu), outputs_(std::move(outputs)), block_host_(block_host) {
-    const c10::StreamGuard guard(stream);  // the future records the current stream
-    event_.record(stream);
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_});
-    future_->markCompleted(c10::IValue(outputs_));
-  }
-  bool isCompleted() override { return true; }
-  bool isSuccess() const override { return true; }
-  bool wait(std::chrono::milliseconds /*timeout*/ = kNoTimeout) override {
-    event_.block(current_stream_of(device_));
-    if (block_host_) event_.synchronize();
-    return true;
-  }
-  void synchronize() override { wait(); }
-  Tensors result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-
- private:
-  c10::Device device_;
-  c10::Event event_;
-  Tensors outputs_;
-  bool block_host_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
-
-// A send or a receive that gloo is still working on. The host blocks in wait() until the peer has come; on a device
-// only the stream would.
-class PendingWork : public c10d::Work {
- public:
-  PendingWork(int rank, OpType type, c10::Stream stream, WorkPtr exchange, Tensors hosts, Tensors outputs)
-      : Work(rank, type), device_(stream.device()), event_(kNpu), exchange_(std::move(exchange)),
-        hosts_(std::move(hosts)), outputs_(std::move(outputs)) {
-    event_.record(stream);
-  }
-  bool isCompleted() override { return done_ || exchange_->isCompleted(); }
-  bool isSuccess() const override { return done_; }
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    std::lock_guard<std::mutex> lock(waiting_);
-    if (!done_) {
-      exchange_->wait(timeout);
-      for (size_t i = 0; i < outputs_.size(); ++i) from_host(outputs_[i], hosts_[i]);
-      done_ = true;
-    }
-    event_.block(current_stream_of(device_));
-    return true;
-  }
-  void synchronize() override { wait(); }
-  Tensors result() override { return outputs_; }
-
- private:
-  std::mutex waiting_;
-  c10::Device device_;
-  c10::Event event_;
-  WorkPtr exchange_;
-  Tensors hosts_, outputs_;
-  bool done_ = false;
-};
-
-// What startCoalescing and endCoalescing enclose.
-class CoalescedWork : public c10d::Work {
- public:
-  CoalescedWork(int rank, std::vector<WorkPtr> parts) : Work(rank, OpType::COALESCED), parts_(std::move(parts)) {}
-  bool isCompleted() override {
-    return std::all_of(parts_.begin(), parts_.end(), [](const WorkPtr& part) { return part->isCompleted(); });
-  }
-  bool isSuccess() const override {
-    return std::all_of(parts_.begin(), parts_.end(), [](const WorkPtr& part) { return part->isSuccess(); });
-  }
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    for (const auto& part : parts_) part->wait(timeout);
-    return true;
-  }
-  void synchronize() override { wait(); }
-
- private:
-  std::vector<WorkPtr> parts_;
-};
 
 class HcclOverGloo : public c10d::Backend {
  public:
@@ -191,7 +86,8 @@ class HcclOverGloo : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     check_reduction(options.reduceOp);
     const bool root = options.rootRank == rank_;
-    return run("hccl::reduce", OpType::REDUCE, tensors, root ? tensors : Tensors{}, [&](Tensors& inputs, Tensors& outputs) {
+    const auto received = root ? tensors : Tensors{};
+    return run("hccl::reduce", OpType::REDUCE, tensors, received, [&](Tensors& inputs, Tensors& outputs) {
       for (auto& host : inputs) {
         auto sent = options;
         host = reduced(host, sent.reduceOp, [&](Tensors& wide) { return gloo_->reduce(wide, sent); });
@@ -256,10 +152,10 @@ class HcclOverGloo : public c10d::Backend {
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
     check_lists("reduce_scatter", inputs.size(), outputs.size());
     check_reduction(options.reduceOp);
-    return run("hccl::reduce_scatter", OpType::REDUCE_SCATTER, flattened(inputs), outputs, [&](Tensors& from, Tensors& to) {
+    const auto sent = flattened(inputs);
+    return run("hccl::reduce_scatter", OpType::REDUCE_SCATTER, sent, outputs, [&](Tensors& from, Tensors& to) {
       for (size_t i = 0; i < to.size(); ++i) {
-        Tensors chunks(from.begin() + static_cast<int64_t>(i) * size_, from.begin() + static_cast<int64_t>(i + 1) * size_);
-        reduce_chunks(chunks, to[i], options);
+        reduce_chunks(of_ranks(from, i), to[i], options);
       }
     });
   }
@@ -279,7 +175,8 @@ class HcclOverGloo : public c10d::Backend {
           inputs[i].numel(), " elements; with ", size_, " ranks and an output of ", outputs[i].numel(),
           " elements it must have ", outputs[i].numel() * size_);
     }
-    return run("hccl::reduce_scatter_tensor", OpType::_REDUCE_SCATTER_BASE, inputs, outputs, [&](Tensors& from, Tensors& to) {
+    const auto type = OpType::_REDUCE_SCATTER_BASE;
+    return run("hccl::reduce_scatter_tensor", type, inputs, outputs, [&](Tensors& from, Tensors& to) {
       for (size_t i = 0; i < to.size(); ++i) {
         auto chunks = from[i].reshape(-1).split(std::max<int64_t>(to[i].numel(), 1));
         chunks.resize(size_, at::empty({0}, from[i].options()));
@@ -363,6 +260,12 @@ class HcclOverGloo : public c10d::Backend {
 
  private:
   static void finish(const WorkPtr& work) { work->wait(); }
+
+  // One tensor per rank: the i-th of a list of such lists, flattened.
+  Tensors of_ranks(const Tensors& tensors, size_t i) const {
+    const auto begin = tensors.begin() + static_cast<int64_t>(i) * size_;
+    return {begin, begin + size_};
+  }
 
   static Tensors flattened(const std::vector<Tensors>& lists) {
     Tensors all;
@@ -467,7 +370,7 @@ class HcclOverGloo : public c10d::Backend {
     check_lists("allgather", outputs.size(), inputs.size() * size_);
     return run("hccl::allgather", type, inputs, outputs, [&](Tensors& from, Tensors& to) {
       for (size_t i = 0; i < from.size(); ++i) {
-        Tensors parts(to.begin() + static_cast<int64_t>(i) * size_, to.begin() + static_cast<int64_t>(i + 1) * size_);
+        auto parts = of_ranks(to, i);
         gather_parts(from[i], parts, options);
       }
     });
