@@ -106,11 +106,11 @@ def _apply_all() -> Iterator[Outcome]:
         fbgemm_jagged_products,
         fbgemm_jagged_select,
         fbgemm_lookup,
-        fbgemm_operators,
         fbgemm_permute,
         fbgemm_placement,
         fbgemm_pooled,
         fbgemm_reorder,
+        npu_operators,
     )
     from turbogr_plugin.pipeline.adaptations import ADAPTATIONS as PIPELINE
     from turbogr_plugin.sharding import perf_config
@@ -135,7 +135,7 @@ def _apply_all() -> Iterator[Outcome]:
         fbgemm_pooled,
         fbgemm_reorder,
     ):
-        yield from fbgemm_operators.register(family.KERNELS)
+        yield from npu_operators.register(family.KERNELS)
     yield from map(apply, SHARDING)
     yield perf_config.register()
     yield from map(apply, PIPELINE)

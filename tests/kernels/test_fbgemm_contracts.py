@@ -18,6 +18,7 @@ from turbogr_plugin.kernels.fbgemm_bucketize import (
 from turbogr_plugin.kernels.fbgemm_cumsum import (
     asynchronous_complete_cumsum,
     asynchronous_inclusive_cumsum,
+    lengths_range,
     offsets_range,
     segment_sum_csr,
 )
@@ -321,6 +322,10 @@ BAD: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
         "permuted_lengths_sum must not be negative",
     ),
     (permute_1D_sparse_data, (ONE, longs(), longs()), "permute must be empty, since lengths are, got 1"),
+    (permute_2D_sparse_data, (ONE[:0], longs(3, -1).view(1, 2), longs(5, 6)), "lengths must not be negative, got -1"),
+    (permute_2D_sparse_data, (ONE - 1, longs(1, 2).view(1, 2), longs(5, 6)), "lengths add up to 3.*there are 2 values"),
+    (permute_1D_sparse_data, (ONE, longs(-1, 2), longs(5)), "lengths must not be negative, got -1"),
+    (lengths_range, (longs(3, -1),), "lengths must not be negative, got -1"),
     (permute_2D_sparse_data_input1D, (ONE, longs(1, 2, 3), longs(*[5] * 6), 2), "rows of stride = 2, got 3"),
     (permute_2D_sparse_data_input1D, (ONE, longs(1, 2, 3), longs(*[5] * 6), 0), "rows of stride = 0, got 3"),
     (

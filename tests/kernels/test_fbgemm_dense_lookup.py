@@ -22,6 +22,7 @@ from tests.kernels.table_groups import (
     run,
     split_output,
 )
+from turbogr_plugin.kernels import fbgemm_dense_lookup
 from turbogr_plugin.kernels.fbgemm_dense_lookup import dense_embedding_codegen_lookup_function
 
 
@@ -143,3 +144,18 @@ def test_an_empty_batch_gives_zeros_and_a_gradient_of_zeros() -> None:
         output.sum().backward()
     assert torch.equal(output, torch.zeros(2, 28))
     assert torch.equal(module.weights.grad, torch.zeros_like(module.weights))
+
+
+def test_ids_that_no_table_has_give_zeros_and_are_told_apart_from_pruned_ones() -> None:
+    group = UNIFORM
+    module = make_dense(group, "sum")
+    bags = len(group.features)
+    indices = torch.tensor([1, 10**6, -7, -1])
+    offsets = torch.tensor([0, 2, *[4] * (bags - 1)])
+    with our_kernel(), mock.patch.object(fbgemm_dense_lookup, "report_later") as report:
+        found = module(indices, offsets)
+    (violations, _), _ = report.call_args
+    assert int(violations) == 2
+    first = module.split_embedding_weights()[group.features[0]][1]
+    assert torch.equal(found[0, : first.numel()], first)
+    assert not found[0, first.numel() :].any()

@@ -307,6 +307,16 @@ def test_a_token_sees_nothing_of_later_ones() -> None:
     assert not torch.isclose(after[5:], before[5:]).any()
 
 
+def test_the_layout_on_the_host_changes_no_bit() -> None:
+    found, grads = [], []
+    for host_offsets in (None, [0, 1, 4]):
+        q = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        found.append(_call(q=q, host_offsets=host_offsets))
+        grads.append(torch.autograd.grad(found[-1].square().sum(), q)[0])
+    assert torch.equal(*found)
+    assert torch.equal(*grads)
+
+
 def _call(**changes: Any) -> Tensor:
     base: dict[str, Any] = {
         "q": torch.ones(4, 2, 3),
@@ -325,6 +335,8 @@ def _call(**changes: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"host_offsets": [0, 4]}, "host_offsets must be the 3 numbers of offsets, up to 4; got 2, up to 4"),
+        ({"host_offsets": [0, 1, 3]}, "got 3, up to 3"),
         ({"q": torch.ones(4, 2, 4)}, r"q and k must be \[T, H, D\].*\(4, 2, 4\), \(4, 2, 3\), \(4, 2, 5\)"),
         ({"q": torch.ones(4, 6), "k": torch.ones(4, 6)}, r"\[T, H, D\]"),
         ({"v": torch.ones(4, 1, 5)}, r"\[T, H, E\]"),

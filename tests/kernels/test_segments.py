@@ -72,9 +72,14 @@ def test_runs_are_copied_one_behind_the_other() -> None:
 def test_sizes_and_offsets_that_cannot_be_are_named() -> None:
     with pytest.raises(ValueError, match="count must not be negative, got -3"):
         size_or_sync(-3, torch.ones(2), "count")
-    with pytest.raises(ValueError, match="count must not be negative, got -1"):
-        size_or_sync(None, torch.tensor([1, -2]), "count")
-    assert size_or_sync(None, torch.tensor([1, 2], dtype=torch.int32), "count") == 3
+    with pytest.raises(ValueError, match="lengths must not be negative, got -2"):
+        size_or_sync(None, torch.tensor([3, -2]), "count")
+    with pytest.raises(ValueError, match="lengths must not be negative, got -2"):
+        size_or_sync(None, torch.tensor([3]), "count", rows=torch.tensor([5, -2]))
+    with pytest.raises(ValueError, match="lengths add up to 3, but there are 2 values"):
+        size_or_sync(None, torch.tensor([1]), "count", rows=torch.tensor([1, 2]), values=2)
+    assert size_or_sync(None, torch.tensor([1, 2], dtype=torch.int32), "count", values=3) == 3
+    assert size_or_sync(None, torch.tensor([], dtype=torch.int32), "count", values=0) == 0
     with pytest.raises(ValueError, match=r"spans must have 2 \+ 1 elements, got 2"):
         check_offsets_shape(torch.tensor([0, 1]), "spans", segments=2)
     with pytest.raises(ValueError, match=r"spans must be int32 or int64, got torch\.float32"):

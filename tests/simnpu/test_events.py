@@ -14,7 +14,7 @@ def test_time_passes_between_two_events() -> None:
     torch.ones(1000, device="npu").sum()
     second.record()
     second.synchronize()
-    assert first.query()
+    assert first.query()  # the host has waited for a later one
     assert second.query()
     assert first.elapsed_time(second) > 0 > second.elapsed_time(first)
 
@@ -67,3 +67,23 @@ def test_the_host_that_waits_for_an_event_lets_every_stream_go_on(npu: ModuleTyp
     with torch.npu.stream(other):
         x.sum()
     assert npu.races() == []
+
+
+def test_an_event_that_nobody_has_waited_for_is_over_when_it_is_asked_again() -> None:
+    event = torch.npu.Event()
+    assert event.query()
+    for _ in range(2):
+        torch.ones(4, device="npu")
+        event.record()
+        assert not event.query()
+        assert event.query()
+
+
+def test_looking_once_whether_an_event_is_over_hides_no_race(npu: ModuleType) -> None:
+    side, event = torch.npu.Stream(), torch.npu.Event()
+    x = torch.ones(4, device="npu")
+    event.record()
+    event.query()
+    with torch.npu.stream(side):
+        x.sum()
+    assert [race.kind for race in npu.races()] == ["read before write ended"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -92,3 +94,40 @@ def test_a_checkpointed_dropout_is_computed_again_with_the_same_numbers(reentran
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad != 0, y != 0)
+
+
+def test_dropout_neither_draws_from_the_generator_of_the_cpu_nor_depends_on_what_other_threads_draw() -> None:
+    def masks() -> torch.Tensor:
+        torch.manual_seed(1)
+        return torch.stack([torch.nn.functional.dropout(torch.ones(50, device="npu")) for _ in range(200)])
+
+    def draw() -> None:
+        while not over.is_set():
+            torch.rand(100)
+
+    alone = masks()
+    over = threading.Event()
+    thread = threading.Thread(target=draw)
+    thread.start()
+    beside = masks()
+    over.set()
+    thread.join()
+    assert torch.equal(alone, beside)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    torch.nn.functional.dropout(torch.ones(50, device="npu"))
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_dropout_is_that_of_a_cpu_with_the_same_seed(p: float) -> None:
+    torch.manual_seed(4)
+    x = torch.linspace(-1, 1, 40).requires_grad_()
+    on_cpu = torch.nn.functional.dropout(x, p)
+    torch.npu.manual_seed(4)
+    on_npu = torch.nn.functional.dropout(x.npu(), p)
+    assert torch.equal(on_npu.cpu(), on_cpu)
+    assert torch.equal(torch.nn.functional.dropout(x.npu(), p, training=False).cpu(), x)
+    (gradient,) = torch.autograd.grad(on_cpu.sum(), x)
+    assert torch.equal(torch.autograd.grad(on_npu.sum(), x)[0], gradient)

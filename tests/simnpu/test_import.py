@@ -27,8 +27,10 @@ def test_loading_again_keeps_the_device_and_sets_the_policy(npu: ModuleType) -> 
 
     npu.load(devices=8, policy="permissive")
     torch.ones(2, device="npu", dtype=torch.float64).add(1)
-    with pytest.raises(RuntimeError, match="loaded with 8 devices and cannot be changed to 2"):
+    with pytest.raises(RuntimeError, match=r"loaded with 8 devices of .* and cannot be changed to 2 devices"):
         npu.load(devices=2)
+    with pytest.raises(RuntimeError, match="cannot be changed to 8 devices of 1048576 bytes"):
+        npu.load(devices=8, memory=1 << 20)
     assert npu.is_loaded()
 
 
@@ -89,3 +91,20 @@ def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path) -> 
     )
     assert done.returncode == 1
     assert "the compiler 'no-such-compiler' is not there" in done.stderr.splitlines()[-1]
+
+
+def test_without_a_folder_for_the_build_the_message_says_how_to_name_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = python(
+        "from turbogr_plugin import simnpu\nsimnpu.load()", TORCH_EXTENSIONS_DIR=str(tmp_path / "file/folder")
+    )
+    assert done.returncode == 1
+    assert "set TORCH_EXTENSIONS_DIR to a folder that can be written" in done.stderr.splitlines()[-1]
+
+
+def test_a_process_that_has_run_a_backward_pass_is_told_so_and_not_left_to_an_internal_assertion() -> None:
+    done = python(
+        "import torch; torch.ones(1, requires_grad=True).backward()\nfrom turbogr_plugin import simnpu\nsimnpu.load()"
+    )
+    assert done.returncode == 1
+    assert "a backward pass has run in this process" in done.stderr.splitlines()[-1]

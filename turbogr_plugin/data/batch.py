@@ -38,6 +38,7 @@ class SequenceBatch(Pipelineable):
         sample_ids: [B] int64, dense user indices: what random numbers are keyed by.
         query_index: [N] int64, tokens that have a next item in their sequence; the target of token i is token i + 1.
         target_lengths: [B] int64, targets of each sample.
+        host_target_offsets: [B + 1], layout of the targets on the host, for code that would have to wait for it.
         tokens: T.
         seed: of the run.
         step: global training step.
@@ -49,6 +50,7 @@ class SequenceBatch(Pipelineable):
     sample_ids: Tensor
     query_index: Tensor
     target_lengths: Tensor
+    host_target_offsets: list[int]
     tokens: int
     seed: int
     step: int
@@ -132,6 +134,7 @@ def collate_sequences(
     lengths = torch.from_numpy(lengths_np)
     offsets = lengths_to_offsets(lengths)
     target_lengths = (lengths - 1).clamp_(min=0)
+    target_offsets = lengths_to_offsets(target_lengths)
     is_last = torch.zeros(items.numel(), dtype=torch.bool)
     is_last[(offsets[1:] - 1)[lengths > 0]] = True
     if negatives is None:
@@ -143,7 +146,7 @@ def collate_sequences(
             seed=seed,
             epoch=epoch,
             samples=samples,
-            target_offsets=lengths_to_offsets(target_lengths),
+            target_offsets=target_offsets,
         )
     # A rank without samples looks up one empty row: TorchRec cannot reshape the lengths of a stride of 0 (torchrec
     # 1.8.0, modules/utils.py, construct_jagged_tensors). Everything else of the batch stays empty.
@@ -161,6 +164,7 @@ def collate_sequences(
         sample_ids=samples,
         query_index=(~is_last).nonzero().squeeze(1),
         target_lengths=target_lengths,
+        host_target_offsets=target_offsets.tolist(),
         tokens=items.numel(),
         seed=seed,
         step=step,

@@ -97,10 +97,19 @@ class TrainingSteps(Dataset[SequenceBatch]):
         )
 
 
-def training_batches(steps: TrainingSteps, first: int, last: int, *, workers: int) -> Iterator[SequenceBatch]:
+def training_batches(
+    steps: TrainingSteps, first: int, last: int, *, workers: int, pin: bool = False
+) -> Iterator[SequenceBatch]:
     """This rank's batches of the global steps [first, last), in order, collated by `workers` processes ahead of use.
 
     Nothing is drawn from torch's global random generator.
+
+    Args:
+        steps: the batches by step.
+        first: the first step.
+        last: one past the last step.
+        workers: processes; 0 collates in this one.
+        pin: puts the batches into pinned memory, from which an accelerator copies without stopping the host.
     """
     return iter(
         DataLoader(
@@ -110,6 +119,7 @@ def training_batches(steps: TrainingSteps, first: int, last: int, *, workers: in
             num_workers=workers,
             generator=torch.Generator(),  # else starting an iterator would draw its base seed from the global one
             prefetch_factor=4 if workers else None,
+            pin_memory=pin,
         )
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.fbgemm_bags import bags_of_positions
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 
 _SUM, _MEAN, _MAX = 0, 1, 2  # torch's modes
 
@@ -78,7 +78,7 @@ def embedding_bag_backward(
 
 
 KERNELS = (
-    FbgemmKernel(
+    NpuKernel(
         schema="aten::_embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, Tensor offset2bag, "
         "Tensor bag_size, Tensor maximum_indices, SymInt num_weights, bool scale_grad_by_freq, int mode, bool sparse, "
         "Tensor? per_sample_weights, int padding_idx=-1) -> Tensor",

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 
 from turbogr_plugin import kernels
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 
 DEVICE_TYPES = MappingProxyType({"npu": "PrivateUse1", "cuda": "CUDA", "cpu": "CPU"})
 """Device types that can be asked for, with their dispatch key."""
@@ -94,6 +94,6 @@ def _ours() -> dict[str, tuple[str, bool]]:
     found = {}
     for module in pkgutil.iter_modules(kernels.__path__):
         if module.name.startswith("fbgemm_"):
-            ours: tuple[FbgemmKernel, ...] = getattr(import_module(f"{kernels.__name__}.{module.name}"), "KERNELS", ())
+            ours: tuple[NpuKernel, ...] = getattr(import_module(f"{kernels.__name__}.{module.name}"), "KERNELS", ())
             found.update({kernel.operator: (module.name, kernel.function.__name__ == "refuse") for kernel in ours})
     return found

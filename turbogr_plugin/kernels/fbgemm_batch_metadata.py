@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.fbgemm_bags import VariableBatch, variable_bag_begins
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
 from turbogr_plugin.kernels.fbgemm_table_rows import Tables
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 
 
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
@@ -60,11 +60,11 @@ def generate_vbe_metadata(
 
 
 KERNELS = (
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::get_infos_metadata(Tensor unused, int B, int T) -> (int, int)",
         function=get_infos_metadata,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::generate_vbe_metadata(Tensor B_offsets, Tensor B_offsets_rank_per_feature, "
         "Tensor output_offsets_feature_rank, Tensor D_offsets, int D, bool nobag, SymInt max_B_feature_rank, "
         "int info_B_num_bits, SymInt total_B, Tensor? vbe_output_offsets=None) -> (Tensor, Tensor)",

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.fbgemm_bags import bags_of_positions, features_of_bags
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 
 FATAL, WARNING, IGNORE = 0, 1, 2  # fbgemm's BoundsCheckMode
-_PRUNED = -1
+PRUNED = -1
 
 _logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def repair_input(rows_per_table: Tensor, indices: Tensor, offsets: Tensor, bag_o
     feature = features_of_bags(bag.clamp(0, max(bags - 1, 0)), bags, features, bag_offsets)
     index = indices.to(torch.int64)
     inside = (index >= 0) & (index < rows_per_table.index_select(0, feature))
-    wrong_indices = claimed & (index != _PRUNED) & ~inside
+    wrong_indices = claimed & (index != PRUNED) & ~inside
     return Repair(
         offsets=repaired,
         indices=index.masked_fill(wrong_indices, 0),
@@ -110,6 +110,8 @@ class _Report:
 
     total: Tensor
     """[1] int64 on the device: all violations so far."""
+    consequence: str
+    """What became of them, in words."""
     logged: int = 0
     pending: tuple[Tensor, torch.Event] | None = None
     """The total on its way to the host."""
@@ -123,9 +125,9 @@ class _Report:
                 return
             if int(arrived) > self.logged:
                 _logger.warning(
-                    "embedding lookup: %d ids or offsets were out of range and have been repaired; "
-                    "bounds_check_mode FATAL names the first one",
+                    "embedding lookup: %d ids or offsets were out of range and %s",
                     int(arrived) - self.logged,
+                    self.consequence,
                 )
                 self.logged = int(arrived)
         arrived = torch.empty(1, dtype=torch.int64, pin_memory=True)
@@ -135,14 +137,24 @@ class _Report:
         self.pending = (arrived, event)
 
 
-_reports: dict[tuple[torch.device, int], _Report] = {}  # by device and stream: streams must not share a total
+_REPAIRED = "have been repaired; bounds_check_mode FATAL names the first one"
+
+_reports: dict[tuple[torch.device, int, str], _Report] = {}  # by stream, because streams must not share a total
 
 
-def _report(violations: Tensor) -> None:
+def report_later(violations: Tensor, consequence: str) -> None:
+    """Logs violations some time later, and without waiting for the device; on CPU, whose callers can raise, nothing.
+
+    Args:
+        violations: [] int64, how many this call has found.
+        consequence: what became of them, in words that follow "... were out of range and".
+    """
     device = violations.device
-    key = (device, torch.accelerator.current_stream(device).stream_id)
+    if device.type == "cpu":
+        return
+    key = (device, torch.accelerator.current_stream(device).stream_id, consequence)
     if key not in _reports:
-        _reports[key] = _Report(torch.zeros(1, dtype=torch.int64, device=device))
+        _reports[key] = _Report(torch.zeros(1, dtype=torch.int64, device=device), consequence)
     _reports[key].add(violations)
 
 
@@ -201,14 +213,13 @@ def bounds_check_indices(
     if bounds_check_mode == WARNING:
         violations = repair.violations()
         warning.copy_(violations.view(1))
-        if violations.device.type != "cpu":
-            _report(violations)
+        report_later(violations, _REPAIRED)
     offsets.copy_(repair.offsets)
     indices.copy_(repair.indices)
 
 
 KERNELS = (
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::bounds_check_indices(Tensor rows_per_table, Tensor(a!) indices, Tensor(b!) offsets, "
         "int bounds_check_mode, Tensor(c!) warning, Tensor(d!)? weights=None, Tensor? B_offsets=None, "
         "SymInt max_B=-1, Tensor? b_t_map=None, int info_B_num_bits=-1, int info_B_mask=-1, "

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import (
     as_signed,
     as_unsigned,
@@ -209,7 +209,8 @@ def _assign(
     if total_num_blocks is None:
         blocks = torch.full_like(block, my_size)
     else:
-        blocks = gather(total_num_blocks.to(torch.int64), feature).clamp_(min=1)
+        # TorchRec passes [1, features] (distributed/sharding/rw_sharding.py); the order is what counts.
+        blocks = gather(total_num_blocks.to(torch.int64).reshape(-1), feature).clamp_(min=1)
     if block_bucketize_pos:
         features = block_sizes.numel()
         rank, row = _assign_by_boundaries(ids, feature, block, blocks, my_size, block_bucketize_pos, features)
@@ -315,23 +316,23 @@ _BEFORE = (
 _BATCHES = "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
 _AFTER = "bool keep_orig_idx=False, Tensor? total_num_blocks=None, Tensor? keep_orig_idx_per_feature=None"
 
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(
         schema=f"fbgemm::block_bucketize_sparse_features({_BEFORE}? weights=None, {_BATCHES}{_AFTER})"
         " -> (Tensor, Tensor, Tensor?, Tensor?, Tensor?)",
         function=block_bucketize_sparse_features,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::block_bucketize_sparse_features_2d_weights({_BEFORE} weights, SymInt weights_dim=1,"
         f" {_BATCHES}{_AFTER}) -> (Tensor, Tensor, Tensor, Tensor?, Tensor?)",
         function=block_bucketize_sparse_features_2d_weights,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::block_bucketize_sparse_features_inference({_BEFORE}? weights=None, {_BATCHES}"
         f"bool return_bucket_mapping=False, {_AFTER}) -> (Tensor, Tensor, Tensor?, Tensor?, Tensor?, Tensor?)",
         function=block_bucketize_sparse_features_inference,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::bucketize_sparse_features(Tensor lengths, Tensor indices, bool bucketize_pos, SymInt my_size,"
         " Tensor? weights=None) -> (Tensor, Tensor, Tensor?, Tensor?)",
         function=bucketize_sparse_features,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import (
     check_count,
     check_indices,
@@ -129,24 +129,24 @@ def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(segments + 1).index_add_(0, row, flat)[:segments]
 
 
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(
         schema="fbgemm::asynchronous_complete_cumsum(Tensor t_in) -> Tensor", function=asynchronous_complete_cumsum
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::asynchronous_batched_complete_cumsum(Tensor values) -> Tensor",
         function=asynchronous_batched_complete_cumsum,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::asynchronous_inclusive_cumsum(Tensor t_in) -> Tensor", function=asynchronous_inclusive_cumsum
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::asynchronous_exclusive_cumsum(Tensor t_in) -> Tensor", function=asynchronous_exclusive_cumsum
     ),
-    FbgemmKernel(schema="fbgemm::offsets_range(Tensor offsets, SymInt range_size) -> Tensor", function=offsets_range),
-    FbgemmKernel(schema="fbgemm::lengths_range(Tensor t_in, SymInt[]? shape=None) -> Tensor", function=lengths_range),
-    FbgemmKernel(schema="fbgemm::repeat_arange(Tensor lengths) -> Tensor", function=repeat_arange),
-    FbgemmKernel(
+    NpuKernel(schema="fbgemm::offsets_range(Tensor offsets, SymInt range_size) -> Tensor", function=offsets_range),
+    NpuKernel(schema="fbgemm::lengths_range(Tensor t_in, SymInt[]? shape=None) -> Tensor", function=lengths_range),
+    NpuKernel(schema="fbgemm::repeat_arange(Tensor lengths) -> Tensor", function=repeat_arange),
+    NpuKernel(
         schema="fbgemm::segment_sum_csr(SymInt batch_size, Tensor csr_seg, Tensor values) -> Tensor",
         function=segment_sum_csr,
     ),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import (
     check_indices,
     check_offsets_shape,
@@ -99,8 +99,8 @@ def _check(cumsum: Tensor, tables: Tensor, offsets: Tensor, indices: Tensor) -> 
     return features, (offsets.numel() - 1) // features
 
 
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(
         schema="fbgemm::jagged_unique_indices(Tensor hash_size_cumsum, Tensor hash_size_offsets, Tensor offsets,"
         " Tensor indices) -> (Tensor, Tensor, Tensor, Tensor)",
         function=jagged_unique_indices,

@@ -3,6 +3,9 @@
 fbgemm has this operator for CPU and CUDA only. Two faults of its CPU kernel are not copied: it pools although
 PoolingMode.NONE was asked for, and it ignores output_dtype and variable batch sizes.
 
+fbgemm checks no ids here, in any mode: CUDA reads outside of the tables. Ids that no table has give zeros here and get
+no gradient, and are logged as those of the fused tables are in mode WARNING (fbgemm_bounds_check.py).
+
 The gradient has the size of the tables. It is summed in float32, in the order of the batch (see `sum_by_row` in
 fbgemm_coalesce.py for chips that add with atomics), and rounded once to the tables' dtype.
 """
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from turbogr_plugin.kernels.fbgemm_bags import Values, resolve_values
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.fbgemm_bounds_check import PRUNED, report_later
 from turbogr_plugin.kernels.fbgemm_pooling import (
     Lookup,
     check_lookup,
@@ -30,12 +33,16 @@ from turbogr_plugin.kernels.fbgemm_pooling import (
     output_dtype as dtype_of,
 )
 from turbogr_plugin.kernels.fbgemm_table_rows import FlatTables, Rows, Tables, add_rows
+from turbogr_plugin.kernels.npu_operators import NpuKernel
+
+_LEFT_OUT = "give zeros and get no gradient; data-parallel tables have no bounds_check_mode that names them"
 
 
 class _DenseLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, indice_weights: Tensor | None, call: Lookup) -> Tensor:
         values = resolve_values(call.tables, call.indices, call.offsets, call.variable)
+        report_later((values.absent & (call.indices != PRUNED)).sum(), _LEFT_OUT)
         ctx.call = call
         ctx.save_for_backward(values.rows.feature, values.rows.index, values.bag, values.absent)
         return forward_lookup(call, values)
@@ -140,6 +147,6 @@ _SCHEMA = (
 )
 
 KERNELS = tuple(
-    FbgemmKernel(schema=_SCHEMA, function=dense_embedding_codegen_lookup_function, key=key)
+    NpuKernel(schema=_SCHEMA, function=dense_embedding_codegen_lookup_function, key=key)
     for key in ("AutogradPrivateUse1", "PrivateUse1")
 )

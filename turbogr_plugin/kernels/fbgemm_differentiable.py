@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 
 
-def with_autograd(schema: str, function: Callable[..., Any]) -> tuple[FbgemmKernel, FbgemmKernel]:
+def with_autograd(schema: str, function: Callable[..., Any]) -> tuple[NpuKernel, NpuKernel]:
     """The kernel for PrivateUse1 (reached in inference mode) and for AutogradPrivateUse1 (reached else)."""
     return (
-        FbgemmKernel(schema=schema, function=function),
-        FbgemmKernel(schema=schema, function=function, key="AutogradPrivateUse1"),
+        NpuKernel(schema=schema, function=function),
+        NpuKernel(schema=schema, function=function, key="AutogradPrivateUse1"),
     )

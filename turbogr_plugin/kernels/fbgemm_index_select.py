@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.fbgemm_differentiable import with_autograd
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import check_indices
 
 
@@ -163,7 +163,7 @@ def batch_index_select_dim0_tensor(
 
 _INPUTS = "Tensor inputs, Tensor indices, "
 
-KERNELS: tuple[FbgemmKernel, ...] = (
+KERNELS: tuple[NpuKernel, ...] = (
     *with_autograd(
         "fbgemm::index_select_dim0(Tensor input, Tensor indices, SymInt? consecutive_range_start=0,"
         " SymInt? consecutive_range_length=0, bool? skip_indices_sorting_fwd=None) -> Tensor",
@@ -173,11 +173,11 @@ KERNELS: tuple[FbgemmKernel, ...] = (
         "fbgemm::group_index_select_dim0(Tensor[] input_group, Tensor[] indices_group) -> Tensor[]",
         group_index_select_dim0,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::group_index_select_dim0_gpu_impl(Tensor[] inputs, int group_size) -> Tensor[]",
         function=group_index_select_dim0_gpu_impl,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::group_index_select_dim0_gpu_backward(Tensor[] inputs, SymInt[] output_shape_group) -> Tensor[]",
         function=group_index_select_dim0_gpu_backward,
     ),

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from turbogr_plugin.kernels.fbgemm_differentiable import with_autograd
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
 from turbogr_plugin.kernels.jagged_padding import ToPadded, check_rows, to_jagged, to_padded
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import check_count, check_offsets_shape, complete_offsets
 
 
@@ -197,26 +197,26 @@ def _check_dense(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> No
 
 _X = "Tensor x_values, Tensor[] x_offsets, "
 _STACKED = "Tensor values, Tensor lengths, int[] offset_per_key, int[] max_lengths_per_key, int padding_value"
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(
         schema="fbgemm::jagged_to_padded_dense_forward(Tensor values, Tensor[] offsets, SymInt[] max_lengths,"
         " float padding_value=0.) -> Tensor",
         function=jagged_to_padded_dense_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::jagged_to_padded_dense_backward(Tensor grad_output, Tensor[] offsets, SymInt total_L)"
         " -> Tensor",
         function=jagged_to_padded_dense_backward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::dense_to_jagged_forward(Tensor dense, Tensor[] x_offsets, SymInt? total_L=None) -> Tensor",
         function=dense_to_jagged_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::jagged_2d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length) -> Tensor",
         function=jagged_2d_to_dense,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::jagged_1d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length,"
         " int padding_value) -> Tensor",
         function=jagged_1d_to_dense,
@@ -224,29 +224,29 @@ KERNELS: tuple[FbgemmKernel, ...] = (
     *with_autograd(f"fbgemm::stacked_jagged_1d_to_dense({_STACKED}) -> Tensor[]", stacked_jagged_1d_to_dense),
     *with_autograd(f"fbgemm::stacked_jagged_2d_to_dense({_STACKED}=0) -> Tensor[]", stacked_jagged_2d_to_dense),
     *with_autograd(f"fbgemm::jagged_dense_elementwise_add({_X}Tensor y) -> Tensor", jagged_dense_elementwise_add),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::jagged_dense_elementwise_add_jagged_output({_X}Tensor y) -> (Tensor, Tensor[])",
         function=jagged_dense_elementwise_add_jagged_output,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::jagged_dense_dense_elementwise_add_jagged_output_forward({_X}Tensor y_0, Tensor y_1)"
         " -> Tensor",
         function=jagged_dense_dense_elementwise_add_jagged_output_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::jagged_dense_dense_elementwise_add_jagged_output({_X}Tensor y_0, Tensor y_1)"
         " -> (Tensor, Tensor[])",
         function=jagged_dense_dense_elementwise_add_jagged_output,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::jagged_dense_elementwise_mul_forward({_X}Tensor y) -> Tensor",
         function=jagged_dense_elementwise_mul_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::jagged_dense_elementwise_mul({_X}Tensor y) -> (Tensor, Tensor[])",
         function=jagged_dense_elementwise_mul,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::jagged_dense_elementwise_mul_backward(Tensor grad_output, Tensor[] x_offsets, Tensor y,"
         " Tensor x_values) -> (Tensor, Tensor)",
         function=jagged_dense_elementwise_mul_backward,

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
 from turbogr_plugin.kernels.jagged_padding import to_jagged, to_padded
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import check_count, check_offsets_shape
 
 
@@ -141,33 +141,33 @@ _V = "Tensor v, Tensor a_values, Tensor a_offsets) -> "
 _XY = "Tensor x_values, Tensor y_values, Tensor x_offsets, int max_L) -> Tensor"
 _X_Y = "Tensor x_values, Tensor x_offsets, Tensor y, int max_L) -> "
 
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(
         schema="fbgemm::jagged_softmax_forward(Tensor values, Tensor x_offsets, int max_L) -> Tensor",
         function=jagged_softmax_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::jagged_softmax_backward(Tensor grad_output, Tensor output, Tensor x_offsets, int max_L)"
         " -> Tensor",
         function=jagged_softmax_backward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::jagged_softmax(Tensor values, Tensor x_offsets, int max_L) -> (Tensor, Tensor)",
         function=jagged_softmax,
     ),
-    FbgemmKernel(schema=f"fbgemm::jagged_dense_bmm_forward({_X_Y}Tensor", function=jagged_dense_bmm_forward),
-    FbgemmKernel(schema=f"fbgemm::jagged_dense_bmm({_X_Y}(Tensor, Tensor)", function=jagged_dense_bmm),
-    FbgemmKernel(schema=f"fbgemm::jagged_jagged_bmm_forward({_XY}", function=jagged_jagged_bmm_forward),
-    FbgemmKernel(schema=f"fbgemm::jagged_jagged_bmm({_XY}", function=jagged_jagged_bmm_forward),
-    FbgemmKernel(
+    NpuKernel(schema=f"fbgemm::jagged_dense_bmm_forward({_X_Y}Tensor", function=jagged_dense_bmm_forward),
+    NpuKernel(schema=f"fbgemm::jagged_dense_bmm({_X_Y}(Tensor, Tensor)", function=jagged_dense_bmm),
+    NpuKernel(schema=f"fbgemm::jagged_jagged_bmm_forward({_XY}", function=jagged_jagged_bmm_forward),
+    NpuKernel(schema=f"fbgemm::jagged_jagged_bmm({_XY}", function=jagged_jagged_bmm_forward),
+    NpuKernel(
         schema=f"fbgemm::batched_dense_vec_jagged_2d_mul_forward({_V}Tensor",
         function=batched_dense_vec_jagged_2d_mul_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::batched_dense_vec_jagged_2d_mul({_V}Tensor",
         function=batched_dense_vec_jagged_2d_mul_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::batched_dense_vec_jagged_2d_mul_backward(Tensor grad_output, {_V}(Tensor, Tensor)",
         function=batched_dense_vec_jagged_2d_mul_backward,
     ),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.fbgemm_differentiable import with_autograd
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import (
     check_count,
     check_indices,
@@ -229,16 +229,16 @@ def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_lengt
 
 _2D = "Tensor values, Tensor indices, Tensor input_offsets, Tensor output_offsets, "
 
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(
         schema=f"fbgemm::jagged_index_select_2d_forward({_2D}int num_dense_output_rows) -> Tensor",
         function=jagged_index_select_2d_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::jagged_index_select_2d_forward_v2({_2D}int? num_dense_output_rows=None) -> Tensor",
         function=jagged_index_select_2d_forward_v2,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::jagged_index_add_2d_forward({_2D}int num_dense_input_rows, int num_output_rows) -> Tensor",
         function=jagged_index_add_2d_forward,
     ),
@@ -247,12 +247,12 @@ KERNELS: tuple[FbgemmKernel, ...] = (
         " SymInt batch_size, Tensor? weights=None, SymInt? selected_lengths_sum=None) -> Tensor[]",
         keyed_jagged_index_select_dim1,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::jagged_slice_forward(Tensor x_values, Tensor x_lengths, Tensor src_start,"
         " Tensor output_lengths, Tensor tgt_start, int num_output_rows, int slice_length, bool fill_zeros) -> Tensor",
         function=jagged_slice_forward,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::jagged_slice(Tensor x_values, Tensor x_lengths, Tensor start, int slice_length)"
         " -> (Tensor, Tensor)",
         function=jagged_slice,

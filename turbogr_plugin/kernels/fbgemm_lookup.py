@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 from turbogr_plugin.kernels.fbgemm_bags import Values, resolve_values
 from turbogr_plugin.kernels.fbgemm_fused_update import FusedUpdate, backward_lookup
 from turbogr_plugin.kernels.fbgemm_lookup_updates import OPTIMIZERS, Settings
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
 from turbogr_plugin.kernels.fbgemm_pooling import (
     Lookup,
     check_lookup,
@@ -39,6 +38,7 @@ from turbogr_plugin.kernels.fbgemm_pooling import (
     variable_batch,
 )
 from turbogr_plugin.kernels.fbgemm_table_rows import FlatTables, Rows, Tables
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -228,12 +228,12 @@ def _refusal(optimizer: str) -> Callable[..., Tensor]:
 
 KERNELS = (
     *(
-        FbgemmKernel(schema=_schema(name, own), function=operator_function(name), key=key)
+        NpuKernel(schema=_schema(name, own), function=operator_function(name), key=key)
         for name, own in _OWN_ARGUMENTS.items()
         for key in ("AutogradPrivateUse1", "PrivateUse1")
     ),
     *(
-        FbgemmKernel(schema=_schema(name, own), function=_refusal(name), key=key)
+        NpuKernel(schema=_schema(name, own), function=_refusal(name), key=key)
         for name, own in _REFUSED.items()
         for key in ("AutogradPrivateUse1", "PrivateUse1")
     ),

@@ -5,7 +5,7 @@ may be int32 or int64 (fbgemm's CPU kernels take int32 only, pytorch/FBGEMM#6029
 may leave out or repeat features.
 
 Operators that have no size argument, or get None for it, wait for the device to learn the size of their result; so do
-fbgemm's CUDA kernels.
+fbgemm's CUDA kernels. They then refuse lengths that are negative or add up to more than there are values.
 
 Content that contradicts itself: entries of a permutation outside the features are clamped; a size larger than the sum
 of the lengths gives defined values at the end.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import (
     check_count,
     check_indices,
@@ -51,7 +51,8 @@ def permute_2D_sparse_data(
         (lengths [P, B], values [M, ...], weights [M, ...] or None).
 
     Raises:
-        ValueError: for arguments whose shapes or dtypes contradict each other, or a negative sum.
+        ValueError: for arguments whose shapes or dtypes contradict each other, or a negative sum; without the sum also
+            for lengths that are negative or longer than the values.
     """
     check_indices(lengths, "lengths", dim=2)
     features, batch = lengths.shape
@@ -60,7 +61,7 @@ def permute_2D_sparse_data(
     permuted_lengths = gather(lengths, chosen)
     # per feature, and not per (feature, sample): the search for a position's run is over T entries instead of T * B
     runs = complete_offsets(lengths.sum(1, dtype=torch.int64) if batch else lengths.new_zeros(features))
-    return permuted_lengths, *_copy_runs(runs, chosen, values, weights, permuted_lengths_sum)
+    return permuted_lengths, *_copy_runs(runs, chosen, lengths, values, weights, permuted_lengths_sum)
 
 
 def permute_2D_sparse_data_input1D(
@@ -108,13 +109,15 @@ def permute_1D_sparse_data(
         (lengths [P], values [M, ...], weights [M, ...] or None).
 
     Raises:
-        ValueError: for arguments whose shapes or dtypes contradict each other, or a negative sum.
+        ValueError: for arguments whose shapes or dtypes contradict each other, or a negative sum; without the sum also
+            for lengths that are negative or longer than the values.
     """
     check_indices(lengths, "lengths", dim=None)
     flat = lengths.reshape(-1)
     _check(permute, values, weights, flat.numel())
     chosen = permute.to(torch.int64)
-    return gather(flat, chosen), *_copy_runs(complete_offsets(flat), chosen, values, weights, permuted_lengths_sum)
+    runs = complete_offsets(flat)
+    return gather(flat, chosen), *_copy_runs(runs, chosen, flat, values, weights, permuted_lengths_sum)
 
 
 def permute_sparse_features(
@@ -188,40 +191,50 @@ def _check(permute: Tensor, values: Tensor, weights: Tensor | None, runs: int) -
 
 
 def _copy_runs(
-    offsets: Tensor, chosen: Tensor, values: Tensor, weights: Tensor | None, total: int | None
+    offsets: Tensor, chosen: Tensor, rows: Tensor, values: Tensor, weights: Tensor | None, total: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The runs `chosen` of values and weights, one behind the other; `offsets` are those of all runs."""
+    """The runs `chosen` of values and weights, one behind the other.
+
+    Args:
+        offsets: [R + 1] int64, of all runs.
+        chosen: the runs to copy, int64.
+        rows: the lengths as they were given.
+        values: [N, ...].
+        weights: [N, ...] or None.
+        total: number of output values; without it the host waits for the device, and sees whether `rows` make sense.
+    """
     chosen = chosen.reshape(-1)
     lengths, starts = gather(offsets.diff(), chosen), gather(offsets[:-1], chosen)
-    source = copied_from(starts, lengths, size_or_sync(total, lengths, "permuted_lengths_sum"))
+    size = size_or_sync(total, lengths, "permuted_lengths_sum", rows=rows, values=values.size(0))
+    source = copied_from(starts, lengths, size)
     return gather(values, source), None if weights is None else gather(weights, source)
 
 
 _DATA = "Tensor permute, Tensor lengths, Tensor values, "
 _SUM = "Tensor? weights=None, SymInt? permuted_lengths_sum=None) -> (Tensor, Tensor, Tensor?)"
 
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(schema=f"fbgemm::permute_2D_sparse_data({_DATA}{_SUM}", function=permute_2D_sparse_data),
-    FbgemmKernel(schema=f"fbgemm::permute_sparse_data({_DATA}{_SUM}", function=permute_2D_sparse_data),
-    FbgemmKernel(
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(schema=f"fbgemm::permute_2D_sparse_data({_DATA}{_SUM}", function=permute_2D_sparse_data),
+    NpuKernel(schema=f"fbgemm::permute_sparse_data({_DATA}{_SUM}", function=permute_2D_sparse_data),
+    NpuKernel(
         schema=f"fbgemm::permute_2D_sparse_data_input1D({_DATA}SymInt stride, {_SUM}",
         function=permute_2D_sparse_data_input1D,
     ),
-    FbgemmKernel(schema=f"fbgemm::permute_1D_sparse_data({_DATA}{_SUM}", function=permute_1D_sparse_data),
-    FbgemmKernel(
+    NpuKernel(schema=f"fbgemm::permute_1D_sparse_data({_DATA}{_SUM}", function=permute_1D_sparse_data),
+    NpuKernel(
         schema="fbgemm::permute_sparse_features(Tensor permute, Tensor lengths, Tensor indices, Tensor? weights=None)"
         " -> (Tensor, Tensor, Tensor?)",
         function=permute_sparse_features,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::permute_sequence_embeddings(Tensor permute, Tensor lengths, Tensor embeddings)"
         " -> (Tensor, Tensor)",
         function=permute_sequence_embeddings,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema="fbgemm::expand_into_jagged_permute(Tensor permute, Tensor input_offset, Tensor output_offset,"
         " SymInt output_size) -> Tensor",
         function=expand_into_jagged_permute,
     ),
-    FbgemmKernel(schema="fbgemm::invert_permute(Tensor permute) -> Tensor", function=invert_permute),
+    NpuKernel(schema="fbgemm::invert_permute(Tensor permute) -> Tensor", function=invert_permute),
 )

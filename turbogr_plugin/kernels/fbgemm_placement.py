@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.fbgemm_differentiable import with_autograd
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 
 
 def all_to_one_device(input_tensors: Sequence[Tensor], target_device: torch.device) -> list[Tensor]:
@@ -60,7 +60,7 @@ def is_uvm_tensor(t: Tensor) -> bool:
     return False
 
 
-KERNELS: tuple[FbgemmKernel, ...] = (
+KERNELS: tuple[NpuKernel, ...] = (
     *with_autograd(
         "fbgemm::all_to_one_device(Tensor[] input_tensors, Device target_device) -> Tensor[]", all_to_one_device
     ),
@@ -72,5 +72,5 @@ KERNELS: tuple[FbgemmKernel, ...] = (
         " SymInt cat_dim=1) -> Tensor",
         merge_pooled_embeddings,
     ),
-    FbgemmKernel(schema="fbgemm::is_uvm_tensor(Tensor t) -> bool", function=is_uvm_tensor),
+    NpuKernel(schema="fbgemm::is_uvm_tensor(Tensor t) -> bool", function=is_uvm_tensor),
 )

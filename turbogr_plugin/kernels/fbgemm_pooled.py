@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.fbgemm_differentiable import with_autograd
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import (
     check_count,
     check_indices,
@@ -274,21 +274,21 @@ _LISTS = (
 _MULTI = "Tensor[] pooled_embs, Tensor permutes, Tensor in_shapes, Tensor out_shapes, SymInt[] out_lengths"
 _REGROUP = "str[][] keys, int[][] lengths, str[][] groups"
 
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(schema=f"fbgemm::permute_pooled_embs{_LISTS}", function=permute_pooled_embs),
-    FbgemmKernel(schema=f"fbgemm::permute_pooled_embs_auto_grad{_LISTS}", function=permute_pooled_embs),
-    FbgemmKernel(schema=f"fbgemm::permute_pooled_embs_split{_LISTS}", function=permute_pooled_embs),
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(schema=f"fbgemm::permute_pooled_embs{_LISTS}", function=permute_pooled_embs),
+    NpuKernel(schema=f"fbgemm::permute_pooled_embs_auto_grad{_LISTS}", function=permute_pooled_embs),
+    NpuKernel(schema=f"fbgemm::permute_pooled_embs_split{_LISTS}", function=permute_pooled_embs),
     *with_autograd(f"fbgemm::permute_pooled_embs_auto_grad_split{_LISTS}", permute_pooled_embs_auto_grad_split),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::permute_multi_embedding_function({_MULTI}, bool reverse=False) -> Tensor[]",
         function=permute_multi_embedding_function,
     ),
-    FbgemmKernel(schema=f"fbgemm::permute_multi_embedding({_MULTI}) -> Tensor[]", function=permute_multi_embedding),
-    FbgemmKernel(
+    NpuKernel(schema=f"fbgemm::permute_multi_embedding({_MULTI}) -> Tensor[]", function=permute_multi_embedding),
+    NpuKernel(
         schema=f"fbgemm::kt_regroup_arguments(Tensor embs, {_REGROUP}) -> (Tensor, Tensor, Tensor, int[])",
         function=kt_regroup_arguments,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::regroup_keyed_tensor(Tensor[] pooled_embs, {_REGROUP}) -> Tensor[]",
         function=regroup_keyed_tensor,
     ),

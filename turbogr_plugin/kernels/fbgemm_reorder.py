@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_operators import FbgemmKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel
 from turbogr_plugin.kernels.segments import check_count, check_offsets_shape, gather, segment_ids, segments_of
 
 
@@ -123,12 +123,12 @@ def _entry(feature: Tensor, ad: Tensor, batch_offsets: Tensor, features: int, br
 _LENGTHS = "Tensor cat_ad_lengths, Tensor batch_offsets, SymInt num_ads_in_batch, bool broadcast_lengths=False"
 _INDICES = "Tensor cat_ad_offsets, Tensor cat_ad_indices, Tensor reordered_cat_ad_offsets, Tensor batch_offsets"
 
-KERNELS: tuple[FbgemmKernel, ...] = (
-    FbgemmKernel(
+KERNELS: tuple[NpuKernel, ...] = (
+    NpuKernel(
         schema=f"fbgemm::reorder_batched_ad_lengths({_LENGTHS}, SymInt max_batch_size=0) -> Tensor",
         function=reorder_batched_ad_lengths,
     ),
-    FbgemmKernel(
+    NpuKernel(
         schema=f"fbgemm::reorder_batched_ad_indices({_INDICES}, SymInt num_ads_in_batch, bool broadcast_indices=False,"
         " SymInt num_indices_after_broadcast=-1) -> Tensor",
         function=reorder_batched_ad_indices,

@@ -13,6 +13,7 @@ Letters: T tokens, B rows, H heads, D query/key dim, E value dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,9 +36,10 @@ def _forward(
     query_timestamps: Tensor | None,
     time_bias: Tensor | None,
     position_bias: Tensor | None,
+    host_offsets: Sequence[int] | None = None,
 ) -> Tensor:
-    arguments = (q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)
-    return reference.forward(reference.AttentionCall(*arguments))
+    bias = (timestamps, query_timestamps, time_bias, position_bias)
+    return reference.forward(reference.AttentionCall(q, k, v, offsets, alpha, scale, causal, *bias, host_offsets))
 
 
 @_forward.register_fake
@@ -59,9 +61,11 @@ def _backward(
     query_timestamps: Tensor | None,
     time_bias: Tensor | None,
     position_bias: Tensor | None,
+    host_offsets: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    arguments = (q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)
-    dq, dk, dv, dt, dp = reference.backward(grad, reference.AttentionCall(*arguments))
+    bias = (timestamps, query_timestamps, time_bias, position_bias)
+    call = reference.AttentionCall(q, k, v, offsets, alpha, scale, causal, *bias, host_offsets)
+    dq, dk, dv, dt, dp = reference.backward(grad, call)
     empty = q.new_empty(0)
     return dq, dk, dv, empty if dt is None else dt, empty.clone() if dp is None else dp
 
@@ -79,19 +83,22 @@ def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     call = reference.AttentionCall(*inputs)
-    ctx.save_for_backward(*(value for value in call if value is None or isinstance(value, Tensor)))
+    bias = (call.timestamps, call.query_timestamps, call.time_bias, call.position_bias)
+    ctx.save_for_backward(call.q, call.k, call.v, call.offsets, *bias)
     ctx.scalars = (call.alpha, call.scale, call.causal)
+    ctx.host_offsets = call.host_offsets
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, offsets, *bias = ctx.saved_tensors
     _, _, time_bias, position_bias = bias
-    dq, dk, dv, dt, dp = _backward(grad.contiguous(), q, k, v, offsets, *ctx.scalars, *bias)
+    dq, dk, dv, dt, dp = _backward(grad.contiguous(), q, k, v, offsets, *ctx.scalars, *bias, ctx.host_offsets)
     return (
         *(dq, dk, dv),
         *(None,) * 6,  # offsets, the three scalars and the two times
         None if time_bias is None else dt,
         None if position_bias is None else dp,
+        None,  # the layout on the host
     )
 
 
@@ -118,6 +125,7 @@ def hstu_attention(
     time_bias: Tensor | None = None,
     query_timestamps: Tensor | None = None,
     position_bias: Tensor | None = None,
+    host_offsets: Sequence[int] | None = None,
 ) -> Tensor:
     """Pointwise SiLU attention within each row of a jagged batch.
 
@@ -134,6 +142,8 @@ def hstu_attention(
         query_timestamps: [T] int64 or int32, the time at which each query stands; None: that of its own event. Both
             published conventions are one call away (see relative_bias.query_times).
         position_bias: [N] or [H, N], by i - j, larger gaps taking the last entry; causal only.
+        host_offsets: the B + 1 numbers of `offsets`, where the caller has them on the host: the plain PyTorch
+            implementation then need not wait for the device to read them.
 
     Returns:
         [T, H, E] in the dtype of v.
@@ -148,6 +158,11 @@ def hstu_attention(
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k and v must be of one floating-point type, got {q.dtype}, {k.dtype} and {v.dtype}")
     check_offsets(offsets, q.shape[0])
+    if host_offsets is not None and (len(host_offsets) != offsets.numel() or host_offsets[-1] != q.shape[0]):
+        raise ValueError(
+            f"host_offsets must be the {offsets.numel()} numbers of offsets, up to {q.shape[0]}; got "
+            f"{len(host_offsets)}, up to {host_offsets[-1] if host_offsets else None}"
+        )
     _check_bias("time_bias", time_bias, q.shape[1])
     _check_bias("position_bias", position_bias, q.shape[1])
     if position_bias is not None and not causal:
@@ -161,4 +176,5 @@ def hstu_attention(
             if not good:
                 got = None if times is None else (tuple(times.shape), times.dtype)
                 raise ValueError(f"time_bias needs integer {name} [T] with T = {q.shape[0]}, got {got}")
-    return _forward(q, k, v, offsets, alpha, scale, causal, timestamps, query_timestamps, time_bias, position_bias)
+    bias = (timestamps, query_timestamps, time_bias, position_bias)
+    return _forward(q, k, v, offsets, alpha, scale, causal, *bias, host_offsets)

@@ -162,12 +162,32 @@ def check_count(count: int, name: str) -> None:
         raise ValueError(f"{name} must not be negative, got {count}")
 
 
-def size_or_sync(given: int | None, lengths: Tensor, name: str) -> int:
+def size_or_sync(
+    given: int | None, lengths: Tensor, name: str, *, rows: Tensor | None = None, values: int | None = None
+) -> int:
     """The number of output values: `given`, or the sum of `lengths`, for which the host waits for the device.
 
+    The same wait shows the lengths of the input, which are checked then.
+
+    Args:
+        given: the size as the caller knows it; then nothing is read.
+        lengths: of the output, int32 or int64.
+        name: of the size, in messages.
+        rows: lengths of the input, where they are others.
+        values: how many values the input has.
+
     Raises:
-        ValueError: if the size is negative.
+        ValueError: if the size or a length is negative, or the input has fewer values than its lengths say.
     """
-    size = int(lengths.sum(dtype=torch.int64)) if given is None else given
-    check_count(size, name)
-    return size
+    if given is not None:
+        check_count(given, name)
+        return given
+    rows = lengths if rows is None else rows
+    total = rows.sum(dtype=torch.int64)
+    least = rows.min().to(torch.int64) if rows.numel() else total
+    size, summed, smallest = torch.stack([lengths.sum(dtype=torch.int64), total, least]).tolist()
+    if smallest < 0:
+        raise ValueError(f"lengths must not be negative, got {smallest}")
+    if values is not None and summed > values:
+        raise ValueError(f"lengths add up to {summed}, but there are {values} values")
+    return int(size)

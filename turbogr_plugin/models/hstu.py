@@ -9,6 +9,7 @@ Letters: T tokens, D model dim, H heads, A query/key dim of a head, E value dim 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import get_args
 
@@ -82,12 +83,14 @@ class JaggedSequence:
         times: [T] int64 seconds.
         query_times: [T] int64 seconds, the time at which each token, as a query, stands.
         dropout_key: samples and positions of the tokens; None where nothing is dropped (evaluation).
+        host_offsets: the numbers of `offsets`, where they are known on the host.
     """
 
     offsets: Tensor
     times: Tensor
     query_times: Tensor
     dropout_key: DropoutKey | None
+    host_offsets: Sequence[int] | None = None
 
 
 class HSTUBlock(nn.Module):
@@ -128,6 +131,7 @@ class HSTUBlock(nn.Module):
             time_bias=self.time_bias,
             query_timestamps=sequence.query_times,
             position_bias=self.position_bias,
+            host_offsets=sequence.host_offsets,
         )
         gated = self.attention_norm(attended.flatten(1)) * u
         if sequence.dropout_key is not None:

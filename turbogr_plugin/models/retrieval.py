@@ -90,7 +90,9 @@ class RetrievalHead(nn.Module):
         times = batch.times[inputs]
         at = times if self._query_time == "own" else batch.times[next_index]
         key = DropoutKey(batch.seed, batch.step, samples, places)
-        encoded = self._encode(items[inputs], places, JaggedSequence(offsets, times, at, key))
+        encoded = self._encode(
+            items[inputs], places, JaggedSequence(offsets, times, at, key, batch.host_target_offsets)
+        )
         return sampled_softmax(
             self._unit(encoded),
             self._unit(items[next_index]),
@@ -98,6 +100,7 @@ class RetrievalHead(nn.Module):
             target_ids=batch.item_ids[next_index],
             negative_ids=batch.negative_ids,
             target_lengths=batch.target_lengths,
+            host_target_offsets=batch.host_target_offsets,
             sharing=self._sharing,
             temperature=self._loss.temperature,
         )

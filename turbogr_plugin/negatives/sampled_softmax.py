@@ -8,6 +8,9 @@ A negative that is the target itself is left out of the sum. Ids are compared as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,15 @@ def _shared_logits(queries: Tensor, negatives: Tensor, target_ids: Tensor, negat
     return logits.masked_fill(target_ids[:, None] == negative_ids[None], float("-inf"))
 
 
+def _positive_lengths(target_lengths: Tensor, host_target_offsets: Sequence[int] | None) -> list[int]:
+    """On the host, without the zeros."""
+    if host_target_offsets is None:
+        lengths: list[int] = target_lengths.tolist()
+    else:
+        lengths = [end - start for start, end in pairwise(host_target_offsets)]
+    return [length for length in lengths if length > 0]
+
+
 def sampled_softmax(
     queries: Tensor,
     targets: Tensor,
@@ -30,6 +42,7 @@ def sampled_softmax(
     target_lengths: Tensor,
     sharing: NegativeSharing,
     temperature: float,
+    host_target_offsets: Sequence[int] | None = None,
 ) -> Tensor:
     """Sum of the sampled-softmax loss over all targets.
 
@@ -43,6 +56,8 @@ def sampled_softmax(
         target_lengths: [B], targets of each sample, adding up to T.
         sharing: how the negatives were drawn, see negatives.uniform.
         temperature: divides the logits; positive.
+        host_target_offsets: [B + 1] offsets of `target_lengths`, where the caller has them on the host; without them
+            sharing "sequence" waits for the device to read the lengths.
 
     Returns:
         float32 (float64 for float64 input) scalar; 0 for T = 0.
@@ -53,7 +68,8 @@ def sampled_softmax(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     total = queries.shape[0]
-    groups = total if sharing == "none" else int((target_lengths > 0).sum())
+    lengths = [] if sharing == "none" else _positive_lengths(target_lengths, host_target_offsets)
+    groups = total if sharing == "none" else len(lengths)
     if targets.shape != queries.shape or negatives.shape[0] != negative_ids.numel() or target_ids.numel() != total:
         raise ValueError(
             f"queries {tuple(queries.shape)}, targets {tuple(targets.shape)} and {target_ids.numel()} target ids must "
@@ -71,7 +87,6 @@ def sampled_softmax(
         logits = torch.einsum("td,trd->tr", queries, negatives.view(total, count, -1))
         logits = logits.masked_fill(target_ids[:, None] == negative_ids.view(total, count), float("-inf"))
     else:
-        lengths = target_lengths[target_lengths > 0].tolist()
         if sum(lengths) != total:
             raise ValueError(f"target_lengths must add up to the {total} targets, got {sum(lengths)}")
         rows = zip(

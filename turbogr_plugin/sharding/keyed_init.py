@@ -66,11 +66,7 @@ def init_sharded_tables(model: nn.Module, tables: dict[str, str], *, seed: int, 
             rows, columns = shard.tensor.shape
             for start in range(0, rows, _CHUNK_ROWS):
                 end = min(start + _CHUNK_ROWS, rows)
-                values = keyed_normal_rows(
-                    table,
-                    torch.arange(first_row + start, first_row + end, device=shard.tensor.device),
-                    dim,
-                    seed=seed,
-                    std=std,
-                )
+                # On the host: float64, which NPUs lack, and logarithms that are the same for every device.
+                rows_here = torch.arange(first_row + start, first_row + end)
+                values = keyed_normal_rows(table, rows_here, dim, seed=seed, std=std)
                 shard.tensor[start:end].copy_(values[:, first_column : first_column + columns])

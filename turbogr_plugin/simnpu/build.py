@@ -50,12 +50,19 @@ def extension(name: str, sources: Sequence[str]) -> ModuleType:
         sources: files of csrc/.
 
     Raises:
-        RuntimeError: there is no C++ compiler or no ninja, or the build failed; the message says which.
+        RuntimeError: there is no C++ compiler, no ninja, or no folder for the result, or the build failed; the
+            message says which.
     """
     root = _root()
     library = root / f"{name}_{_version(sources)}" / f"{name}.so"
     if not library.exists():
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RuntimeError(
+                f"the simulated npu is built on first use and kept in {root}, which cannot be made ({error}): set "
+                "TORCH_EXTENSIONS_DIR to a folder that can be written"
+            ) from error
         with (root / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():

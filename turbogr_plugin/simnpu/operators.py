@@ -31,8 +31,9 @@ ones is published nowhere, so all computation on them counts as lacking."""
 _MOVING = """
     _copy_from _copy_from_and_resize _local_scalar_dense _reshape_alias _to_copy as_strided as_strided_ cat.out cat
     clone copy_ detach empty.memory_format empty_like empty_strided fill_.Scalar fill_.Tensor index_select is_set_to
-    new_empty new_empty_strided ones_like record_stream resize_ set_ set_.source_Storage set_.source_Storage_storage_offset
-    set_.source_Tensor stack stack.out unfold view view_as_complex view_as_real zero_ zeros_like
+    new_empty new_empty_strided ones_like record_stream resize_ set_ set_.source_Storage
+    set_.source_Storage_storage_offset set_.source_Tensor stack stack.out unfold view view_as_complex view_as_real zero_
+    zeros_like
 """
 ANY_DTYPE = frozenset(f"aten::{name}" for name in _MOVING.split())
 """Operators that store, move or cast values without arithmetic, and so take every dtype."""

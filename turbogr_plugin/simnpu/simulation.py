@@ -30,7 +30,7 @@ _MAKES_DATA = frozenset(
 )
 
 _native: ModuleType | None = None
-_devices = 0
+_loaded_with = (0, 0)  # devices, bytes of each
 
 
 def is_loaded() -> bool:
@@ -61,19 +61,20 @@ def load(*, devices: int = 8, policy: Policy = "strict", memory: int = 64 << 30)
 
     Raises:
         RuntimeError: torch_npu is imported, or another backend has taken PrivateUse1; there is no compiler; it is
-            loaded already with another number of devices.
+            loaded already with other devices; a backward pass has run in this process.
         ValueError: an argument out of range.
     """
-    global _native, _devices
+    global _native, _loaded_with
     _check_policy(policy)
     if not 1 <= devices <= 64:
         raise ValueError(f"devices must be 1 to 64, got {devices}")
     if memory < 1:
         raise ValueError(f"memory must be a positive number of bytes, got {memory}")
     if _native is not None:
-        if devices != _devices:
+        if (devices, memory) != _loaded_with:
             raise RuntimeError(
-                f"the simulated npu is loaded with {_devices} devices and cannot be changed to {devices}"
+                f"the simulated npu is loaded with {_loaded_with[0]} devices of {_loaded_with[1]} bytes and cannot be "
+                f"changed to {devices} devices of {memory} bytes"
             )
         set_policy(policy)
         return
@@ -91,7 +92,7 @@ def load(*, devices: int = 8, policy: Policy = "strict", memory: int = 64 << 30)
     module.register_kernels(sorted(name for name in operators.torch_npu_operators() if name.startswith("aten::")))
     module.set_missing_dtypes(sorted(operators.LACKING_DTYPES[SOC_FAMILY], key=str))
     module.set_any_dtype(sorted(operators.ANY_DTYPE | _MAKES_DATA))
-    _native, _devices = module, devices
+    _native, _loaded_with = module, (devices, memory)
     set_policy(policy)
     from turbogr_plugin.simnpu import device_module
 
@@ -99,6 +100,20 @@ def load(*, devices: int = 8, policy: Policy = "strict", memory: int = 64 << 30)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     process_group.register()
     _print_on_the_host()
+    _check_backward()
+
+
+def _check_backward() -> None:
+    """torch counts devices at a process's first backward pass: those that come later die of an internal assertion."""
+    nothing = torch.empty(0, device="npu", requires_grad=True)  # takes no memory
+    try:
+        nothing.backward(torch.empty(0, device="npu"))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a backward pass has run in this process, and torch gives no autograd to devices that come after it: call "
+            "turbogr_plugin.simnpu.load() before"
+        ) from error
+    native().reset()
 
 
 def _print_on_the_host() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from turbogr_plugin.backend.matmul_precision import MatmulPrecision
 from turbogr_plugin.data.config import PrepareConfig
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.models.hstu import HSTUConfig
@@ -52,6 +53,8 @@ class TrainingConfig:
     "Samples of a step over all ranks."
     precision: Precision = "fp32"
     "fp32, or bf16 for autocast of the encoder."
+    matmul_precision: MatmulPrecision = "fp32"
+    "Of float32 products: fp32; hf32 (HF32 on npu, TF32 on cuda), in which the paper trains; bf16 (cpu)."
     loss_reduction: LossReduction = "target"
     "target: mean over all targets, independent of the ranks. sample: the paper's weighting by samples per rank."
     evaluate_every: int = 1

@@ -69,9 +69,9 @@ class GlobalCount(nn.Module):
             like: any tensor on the device of the sum.
 
         Returns:
-            float64 scalar, the sum once the work beside it is done (None: it is done).
+            int64 scalar, the sum once the work beside it is done (None: it is done).
         """
-        total = torch.tensor(float(count), dtype=torch.float64, device=like.device)
+        total = torch.full((), count, dtype=torch.int64, device=like.device)  # filled there: the host does not wait
         if self._group.size() == 1:
             return total, None
         return total, dist.all_reduce(total, group=self._group, async_op=True)

@@ -15,6 +15,7 @@ import yaml
 
 from turbogr_plugin.backend.collectives import on_first_rank, process_group
 from turbogr_plugin.backend.current_device import current_device
+from turbogr_plugin.backend.matmul_precision import set_matmul_precision
 from turbogr_plugin.data.prepare import prepare
 from turbogr_plugin.data.store import InteractionStore, is_store
 from turbogr_plugin.errors import InputError
@@ -69,6 +70,7 @@ def _open_store(config: DataConfig, group: dist.ProcessGroup, *, make: bool) -> 
 @contextmanager
 def _session(config: RunConfig, *, make_store: bool = False) -> Iterator[Session]:
     device = current_device(config.device)
+    set_matmul_precision(config.training.matmul_precision, device)
     with (
         quiet_host_warnings(),
         process_group(device, timeout=timedelta(minutes=config.timeout_minutes)) as group,

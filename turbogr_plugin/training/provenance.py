@@ -23,6 +23,7 @@ _RESUMED = (
     "training.seed",
     "training.global_batch_size",
     "training.precision",
+    "training.matmul_precision",
     "training.loss_reduction",
 )
 _EVALUATED = ("model", "loss")

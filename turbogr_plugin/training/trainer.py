@@ -129,7 +129,13 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Trains to the end, tests the best checkpoint, and returns the summary (the same on every rank)."""
         started = time.monotonic() - self.position.seconds
-        batches = training_batches(self.steps, self.position.step, self.total_steps, workers=self.config.data.workers)
+        batches = training_batches(
+            self.steps,
+            self.position.step,
+            self.total_steps,
+            workers=self.config.data.workers,
+            pin=self.session.device.type != "cpu",
+        )
         if self.progress and self._resume:
             done = self._stops_early() or self.position.step >= self.total_steps
             what_follows = ": training is done, testing again" if done else ""
@@ -170,7 +176,7 @@ class Trainer:
         """Sums the kept losses over ranks and logs them; this waits for the device."""
         if not self._pending:
             return
-        losses = torch.stack(self._pending).double()
+        losses = torch.stack(self._pending).cpu().double()  # not every accelerator has float64
         self._pending.clear()
         if self.session.world_size > 1:
             dist.all_reduce(losses, group=self.session.group)
@@ -266,6 +272,7 @@ class Trainer:
             "device": str(self.session.device),
             "versions": installed_versions(),
             "precision": self.config.training.precision,
+            "matmul_precision": self.config.training.matmul_precision,
             "store": provenance(self.config, self.session.store)["store"],
             "test_users": len(result.users),
             "validation": tested.validation,

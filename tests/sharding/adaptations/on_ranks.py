@@ -12,6 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -21,7 +22,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from tests.npu.ranks import forget_groups
 from tests.stock import without
-from turbogr_plugin.sharding.adaptations import default_device, dmp_collection, plan_check
+from turbogr_plugin.sharding.adaptations import default_device, dmp_collection, plan_check, sequences_without_rows
 
 TABLES = ("a", "b")
 GROUP = 2
@@ -200,3 +201,46 @@ def default_devices() -> dict[str, Any]:
     ours = found()
     with without(default_device.ADAPTATIONS):
         return {"ours": ours, "stock": found()}
+
+
+def batches_without_rows(device_type: str, kind: str, *, stock: bool = False) -> dict[str, Any]:
+    """A step of an EmbeddingCollection whose batch has no rows on any rank, between two others.
+
+    Returns:
+        Shapes of the embeddings and of the lengths by feature, and what the table of this rank was changed by in the
+        step without rows and in one with rows.
+    """
+    device, world = _device(device_type), dist.group.WORLD
+    assert world is not None
+    module, sharder = _sequences(), EmbeddingCollectionSharder(fused_params={"learning_rate": 1.0})
+    fused = EmbeddingComputeKernel.FUSED.value  # the dense kernel of a CPU pools sequences
+    generator = (
+        row_wise(compute_kernel=fused) if kind == "row_wise" else table_wise(world.size() - 1, compute_kernel=fused)
+    )
+    plan = construct_module_sharding_plan(
+        module,
+        dict.fromkeys(TABLES, generator),
+        sharder=sharder,
+        local_size=world.size(),
+        world_size=world.size(),
+        device_type=device_type,
+    )
+    model = DistributedModelParallel(
+        module, device=device, plan=ShardingPlan({"": plan}), sharders=[sharder], init_data_parallel=False
+    )
+
+    def step(ids: Tensor, lengths: Tensor) -> tuple[dict[str, Any], float]:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        features = KeyedJaggedTensor(keys=["f_a", "f_b"], values=ids, lengths=lengths)
+        found = dict(model(features.to(device)).items())
+        torch.stack([jagged.values().sum() for jagged in found.values()]).sum().backward()
+        shapes = {key: [list(jagged.values().shape), list(jagged.lengths().shape)] for key, jagged in found.items()}
+        changes = [float((old - new).detach().abs().sum()) for old, new in zip(before, model.parameters(), strict=True)]
+        return shapes, sum(changes)
+
+    rows = torch.tensor([1, 11, 2, 3]), torch.tensor([1, 1, 0, 2])
+    none = torch.empty(0, dtype=torch.int64)
+    with without(sequences_without_rows.ADAPTATIONS if stock else ()):
+        step(*rows)
+        shapes, unchanged = step(none, none)
+    return {"shapes": shapes, "change without rows": unchanged, "change with rows": step(*rows)[1]}

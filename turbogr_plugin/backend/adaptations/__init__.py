@@ -8,6 +8,7 @@ from turbogr_plugin.backend.adaptations import (
     dense_tables_on_device,
     device_to_host_awaitable,
     fused_tables_on_device,
+    immediate_results,
     kjt_without_host_sync,
     kjt_without_rows,
     pinned_small_tensors,
@@ -23,4 +24,5 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     *fused_tables_on_device.ADAPTATIONS,
     *dense_tables_on_device.ADAPTATIONS,
     *kjt_without_rows.ADAPTATIONS,
+    *immediate_results.ADAPTATIONS,
 )

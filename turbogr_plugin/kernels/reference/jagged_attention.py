@@ -1,12 +1,12 @@
 """HSTU attention in plain PyTorch, row by row and chunk by chunk of queries.
 
 The backward computes each chunk's scores again, so that the largest temporary is [H, chunk, row length] in both
-directions. Row lengths are read on the host: this is the oracle and the fallback, not the fast path.
+directions. The layout is needed on the host: where a caller does not pass it there, reading it waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,12 +32,13 @@ class AttentionCall(NamedTuple):
     query_timestamps: Tensor | None
     time_bias: Tensor | None
     position_bias: Tensor | None
+    host_offsets: Sequence[int] | None = None
 
 
 def _chunks(call: AttentionCall) -> Iterator[tuple[slice, slice, int]]:
     """(query rows, key rows, first query position) of each chunk; key rows begin at position 0 of their row."""
     heads = call.q.shape[1]
-    for start, end in pairwise(call.offsets.tolist()):
+    for start, end in pairwise(call.offsets.tolist() if call.host_offsets is None else call.host_offsets):
         length = end - start
         if length == 0:
             continue

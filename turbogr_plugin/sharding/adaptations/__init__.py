@@ -12,6 +12,8 @@ from turbogr_plugin.sharding.adaptations import (
     placement,
     plan_check,
     plan_statistics,
+    refused_features,
+    replica_averages,
     sequences_without_rows,
     sharding_types,
     storage_estimate,
@@ -34,4 +36,6 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     *default_device.ADAPTATIONS,
     *dmp_collection.ADAPTATIONS,
     *sequences_without_rows.ADAPTATIONS,
+    *replica_averages.ADAPTATIONS,
+    *refused_features.ADAPTATIONS,
 )

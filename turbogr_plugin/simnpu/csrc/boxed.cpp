@@ -9,6 +9,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -257,6 +259,19 @@ void run(const c10::OperatorHandle& op, Stack* stack, const OperatorFacts& facts
   }
   if (through_host || host_waits_for(facts, arguments)) synchronize_with_host(stream, by);
 }
+
+// The one operator of common models that draws without a generator argument, as the CPU's kernel does it: drawn with
+// the device's generator, its numbers do not depend on what other threads draw.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  static const auto* name = interned("aten::native_dropout");
+  count_executed(name);
+  const auto as_mask = input.options().dtype(at::kBool);
+  if (!train.value_or(true)) return {input.clone(), at::ones_like(input, as_mask)};
+  const double kept = 1 - p;
+  Tensor mask = at::empty_like(input, as_mask).bernoulli_(kept);
+  return {input.mul(mask).mul_(kept == 0 ? 0 : 1 / kept), mask};
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("native_dropout", native_dropout); }
 
 void kernel(const c10::OperatorHandle& op, Stack* stack) { run(op, stack, facts_of(op), false); }
 

@@ -22,6 +22,7 @@ struct Event {
   Clock clock;
   double ms = 0;
   bool recorded = false;
+  bool asked = false;  // since it was recorded
 };
 
 double now_ms() {
@@ -93,6 +94,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     e->clock = stream_clock(stream);
     e->ms = now_ms();
     e->recorded = true;
+    e->asked = false;
   }
   void block(void* event, const c10::Stream& stream) const override {
     auto* e = static_cast<Event*>(event);
@@ -100,7 +102,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     auto* e = static_cast<Event*>(event);
-    if (e != nullptr && e->recorded) host_waits(e->clock);
+    if (e == nullptr || !e->recorded) return true;
+    // Everything has run, and a host that has seen so may rely on it. But it has to be able to do without: a program
+    // that looks once per step and goes on would otherwise be in step with the device, and its races hidden.
+    if (!e->asked && !host_knows(e->clock)) {
+      e->asked = true;
+      return false;
+    }
+    host_waits(e->clock);
     return true;
   }
   void synchronizeEvent(void* event) const override {

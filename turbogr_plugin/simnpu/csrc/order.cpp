@@ -117,26 +117,36 @@ Access access_of(const at::TensorBase& tensor, const Block& block) {
   const size_t item = tensor.itemsize();
   const auto* base = static_cast<const char*>(tensor.storage().data());
   access.low = static_cast<size_t>(base - static_cast<const char*>(block.data)) + tensor.storage_offset() * item;
-  size_t last = 0;
-  int64_t pitch = 0;
+  // Dimensions from the outermost in, those that follow each other without a gap as one: a[..., :5] of a contiguous
+  // tensor is columns of a matrix, whatever its number of dimensions.
+  struct Dimension {
+    int64_t stride, size;
+  };
+  c10::SmallVector<Dimension, 8> dimensions;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
-    last += (tensor.size(d) - 1) * tensor.stride(d);
-    if (tensor.size(d) > 1) pitch = std::max(pitch, tensor.stride(d));
+    if (tensor.size(d) > 1) dimensions.push_back({tensor.stride(d), tensor.size(d)});
+  }
+  std::stable_sort(dimensions.begin(), dimensions.end(),
+                   [](const Dimension& a, const Dimension& b) { return a.stride > b.stride; });
+  size_t count = 0;
+  for (const auto dimension : dimensions) {
+    if (count > 0 && dimensions[count - 1].stride == dimension.stride * dimension.size) {
+      dimensions[count - 1] = {dimension.stride, dimensions[count - 1].size * dimension.size};
+    } else {
+      dimensions[count++] = dimension;
+    }
+  }
+  int64_t last = 0, inner = 0;
+  for (size_t d = 0; d < count; ++d) {
+    const int64_t reach = (dimensions[d].size - 1) * dimensions[d].stride;
+    last += reach;
+    if (d > 0) inner += reach;
   }
   access.high = access.low + (last + 1) * item;
   // One outermost stride, and the rest of the tensor fits below it: rows of a matrix. Every other shape counts as the
   // whole span between its first and its last element.
-  int64_t inner = 0, outer = 0;
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) <= 1) continue;
-    if (tensor.stride(d) == pitch) {
-      ++outer;
-    } else {
-      inner += (tensor.size(d) - 1) * tensor.stride(d);
-    }
-  }
-  if (outer == 1 && inner + 1 < pitch) {
-    access.pitch = pitch * item;
+  if (count > 0 && inner + 1 < dimensions[0].stride) {
+    access.pitch = dimensions[0].stride * item;
     access.width = (inner + 1) * item;
   }
   return access;
@@ -201,6 +211,14 @@ void host_waits_device(c10::DeviceIndex device) {
 bool host_knows(Lane lane, uint64_t tick) {
   std::lock_guard<std::mutex> lock(mutex);
   return at(host, lane) >= tick;
+}
+
+bool host_knows(const Clock& clock) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (size_t lane = 0; lane < clock.size(); ++lane) {
+    if (at(host, static_cast<Lane>(lane)) < clock[lane]) return false;
+  }
+  return true;
 }
 
 uint64_t lane_tick(Lane lane) {

@@ -104,6 +104,7 @@ void stream_waits(const c10::Stream& stream, const Clock& clock); // event wait
 void host_waits(const Clock& clock);                              // event or stream synchronise
 void host_waits_device(c10::DeviceIndex device);
 bool host_knows(Lane lane, uint64_t tick);
+bool host_knows(const Clock& clock);
 uint64_t lane_tick(Lane lane);
 bool lane_knows(Lane lane, Lane other, uint64_t tick);
 

@@ -1,9 +1,10 @@
-"""Registration of our kernels under the names of fbgemm's operators, for the `npu` dispatch keys.
+"""Registration of our kernels under the names of others' operators, for the `npu` dispatch keys.
 
 fbgemm_gpu registers no PrivateUse1 kernel at all, so that on an NPU each of its operators is missing or falls back to
-the CPU. The `fbgemm_*.py` modules beside this one hold the kernels, each in a tuple `KERNELS`.
+the CPU. The `fbgemm_*.py` modules beside this one hold the kernels, each in a tuple `KERNELS`; `aten_*.py` those for
+operators of torch that torch_npu lacks.
 
-Left out: schemas. They are fbgemm's, and a kernel whose operator has another schema than it was written for is refused.
+Left out: schemas. They are the owners', and a kernel whose operator has another one than it was written for is refused.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _registered: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
-class FbgemmKernel:
+class NpuKernel:
     """One kernel for one operator under one dispatch key."""
 
     schema: str
-    """The operator's schema as fbgemm 1.8.0 defines it, e.g. "fbgemm::invert_permute(Tensor permute) -> Tensor"."""
+    """As fbgemm 1.8.0 or torch 2.13 has it, e.g. "fbgemm::invert_permute(Tensor permute) -> Tensor"."""
     function: Callable[..., Any]
     """Takes the schema's arguments."""
     key: Literal["PrivateUse1", "AutogradPrivateUse1"] = "PrivateUse1"
-    """AutogradPrivateUse1 only where fbgemm's own autograd cannot be used or is missing."""
+    """AutogradPrivateUse1 only where the operator's own autograd cannot be used or is missing."""
 
     @property
     def operator(self) -> str:
@@ -37,10 +38,10 @@ class FbgemmKernel:
         return self.schema.partition("(")[0]
 
 
-def register(kernels: Sequence[FbgemmKernel]) -> list[Outcome]:
+def register(kernels: Sequence[NpuKernel]) -> list[Outcome]:
     """Registers kernels, each once per process.
 
-    fbgemm_gpu must have been imported: its shared libraries define the operators.
+    fbgemm_gpu must have been imported: its shared libraries define its operators.
 
     Returns:
         One outcome per kernel; refused are an operator that is not there, one with another schema, and one for which
@@ -49,7 +50,7 @@ def register(kernels: Sequence[FbgemmKernel]) -> list[Outcome]:
     return [_register(kernel) for kernel in kernels]
 
 
-def _register(kernel: FbgemmKernel) -> Outcome:
+def _register(kernel: NpuKernel) -> Outcome:
     name = f"{kernel.operator} [{kernel.key}]"
     if (kernel.operator, kernel.key) in _registered:
         return Outcome(name, "already applied", "kernel registered")
@@ -57,7 +58,7 @@ def _register(kernel: FbgemmKernel) -> Outcome:
     try:
         found = str(torch._C._get_schema(qualified, overload))
     except RuntimeError:
-        return Outcome(name, "refused", "fbgemm_gpu defines no such operator")
+        return Outcome(name, "refused", "the installed packages define no such operator")
     if found != kernel.schema:
         return Outcome(name, "refused", f"its schema is {found}, the kernel was written for {kernel.schema}")
     if torch._C._dispatch_has_kernel_for_dispatch_key(kernel.operator, kernel.key):
