@@ -16,8 +16,21 @@ import torch
 import yaml
 
 from tests import runs
+from tests.npu.ranks import RankPool
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Loads the simulated npu before the first test, if any test runs on it.
+
+    torch's autograd engine counts the devices at the first backward pass of a process; one that comes later has no
+    thread and every backward pass on it dies of an internal assertion.
+    """
+    if any("npu" in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests.npu_device import load_npu
+
+        load_npu()
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +42,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outcome = runs.run_here("prepare", str(folder / "log.txt"), *rules, "--output", str(folder / "store"))
     assert outcome.code == 0, outcome.err
     return folder
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes with the simulated npu and the plugin registered, in which functions run as ranks; see RankPool."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -84,6 +84,8 @@ def test_a_batch_equals_a_loop_over_its_samples(
     assert batch.sample_ids.tolist() == [user for user, _, _ in spans]
     assert batch.query_index.tolist() == queries
     assert batch.target_lengths.tolist() == [max(length - 1, 0) for length in lengths]
+    assert np.diff(batch.host_target_offsets).tolist() == batch.target_lengths.tolist()
+    assert batch.host_target_offsets[0] == 0
     assert batch.negative_ids.tolist() == negatives
     assert (batch.tokens, batch.seed, batch.step) == (len(items), SEED, STEP)
     assert batch.features.keys() == [ITEM, NEGATIVE]

@@ -85,6 +85,13 @@ def test_sharing_over_a_sequence_equals_repeated_negatives() -> None:
     torch.testing.assert_close(sampled_softmax(**shared), sampled_softmax(**repeated), rtol=1e-13, atol=0)
 
 
+@pytest.mark.parametrize("sharing", ["none", "sequence"])
+def test_the_layout_on_the_host_changes_no_bit(sharing: NegativeSharing) -> None:
+    arguments = _arguments(sharing)
+    offsets = [sum(LENGTHS[:row]) for row in range(len(LENGTHS) + 1)]
+    assert torch.equal(sampled_softmax(**arguments, host_target_offsets=offsets), sampled_softmax(**arguments))
+
+
 def test_a_target_whose_negatives_are_all_itself_costs_nothing() -> None:
     arguments = _arguments("none")
     arguments["negative_ids"] = arguments["target_ids"].repeat_interleave(COUNT)
