@@ -1,7 +1,7 @@
 # make train   trains the demo, MovieLens-100K on two ranks of this machine, from nothing installed
-# make test    runs the tests            make check  lint, format and types
-# make venv    installs into .venv       make bench  runs the benchmarks
-# make clean   removes what was installed and built, never runs/
+# make test    runs the tests            make test-full  runs the long matrices, too
+# make check   lint, format and types    make bench      runs the benchmarks
+# make venv    installs into .venv       make clean      removes what was installed and built, never runs/
 #
 # PYTHON chooses the interpreter (3.10 to 3.13) the environment is made from.
 

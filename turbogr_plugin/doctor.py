@@ -92,7 +92,7 @@ def diagnose() -> Diagnosis:
 
 
 def _packages() -> Iterator[Finding]:
-    yield Finding("python", "ok", sys.version.split()[0])
+    yield Finding("python", "ok", installed_versions()["python"])
     differences = {difference.distribution: difference for difference in unsupported_hosts()}
     for pin in HOST_PINS:
         installed = [name for name in pin.distributions if installed_version(name) != NOT_INSTALLED]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import torch
 
 import turbogr_plugin
-from turbogr_plugin.kernels import explain
+from turbogr_plugin.kernels import aten_embedding_bag, explain
 from turbogr_plugin.kernels.reached_operators import REACHED
 
 NAMES = [name for names in REACHED.values() for name in names]
@@ -50,6 +52,18 @@ def test_ours_is_told_exactly_where_a_kernel_for_npu_is_registered(name: str) ->
         assert "KERNELS" in text
 
 
+def test_the_docs_say_of_each_operator_without_a_kernel_of_ours_why_and_of_no_other() -> None:
+    page = Path(__file__).parents[2] / "docs/fbgemm_operators.md"
+    rows = [line.split("|")[1:3] for line in page.read_text().splitlines() if line.startswith("| `")]
+    patterns = [f"fbgemm::{name}" for names, _ in rows for name in re.findall("`(.+?)`", names)]
+    assert all(reason.strip() for _, reason in rows)
+    choices = {name: explain.explain_operator(name, "npu").choice for name in NAMES}
+    found = {pattern: [name for name in NAMES if fnmatchcase(name, pattern)] for pattern in patterns}
+    assert [pattern for pattern, names in found.items() if not names] == []
+    told = sorted(name for names in found.values() for name in names)
+    assert told == sorted(name for name, choice in choices.items() if not choice.startswith("ours"))
+
+
 def test_the_cpu_gets_fbgemms_own_kernel_and_it_runs() -> None:
     assert explain.explain_operator("fbgemm::invert_permute", "cpu").choice == "fbgemm's"
     permute = torch.tensor([2, 0, 1])
@@ -61,6 +75,11 @@ def test_what_is_said_to_raise_raises() -> None:
     x = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(NotImplementedError):
         torch.ops.fbgemm.lxu_cache_locking_counter_decrement(x, x)
+
+
+def test_ours_for_an_operator_of_torch_is_told_as_ours() -> None:
+    (operator,) = {kernel.operator for kernel in aten_embedding_bag.KERNELS}
+    assert explain.explain_operator(operator, "npu").choice == "ours (kernels/aten_embedding_bag.py)"
 
 
 def test_a_kernel_that_only_refuses_is_not_told_as_one_that_serves() -> None:

@@ -74,6 +74,15 @@ def test_a_feature_that_works_gives_what_it_gives_on_cpu(name: str, ranks: RankP
     assert numbers[0] == pytest.approx(numbers[1], rel=tolerance, abs=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_embeddings_are_sent_in_the_precision_that_was_asked_for(precision: str, ranks: RankPool) -> None:
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    (outcome,) = ranks.run(_calls("sent_thirds", {"precision": precision}, 2)[1:])
+    ids = torch.tensor([[2, 1], [0, 3]])  # by sample and feature
+    expected = (ids * torch.tensor(1 / 3)).to(dtype).float().repeat_interleave(16, dim=1)
+    assert outcome.result() == [expected.tolist()] * 2
+
+
 def test_index_dedup_gives_the_rows_of_every_id(ranks: RankPool) -> None:
     (outcome,) = ranks.run(_calls("index_dedup", {}, 2)[1:])
     for rank in outcome.result():

@@ -93,7 +93,7 @@ def _ours() -> dict[str, tuple[str, bool]]:
     """Of our kernels, by operator: the module, and whether all that is there is a function named `refuse`."""
     found = {}
     for module in pkgutil.iter_modules(kernels.__path__):
-        if module.name.startswith("fbgemm_"):
+        if module.name.startswith(("aten_", "fbgemm_")):
             ours: tuple[NpuKernel, ...] = getattr(import_module(f"{kernels.__name__}.{module.name}"), "KERNELS", ())
             found.update({kernel.operator: (module.name, kernel.function.__name__ == "refuse") for kernel in ours})
     return found
