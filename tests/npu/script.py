@@ -29,7 +29,7 @@ WARM_UP = 4  # steps in which TorchRec and DDP make their index tensors, buckets
 # Small steps and small initial values keep the tables below 1/16: where the devices' sums differ in the last bit of
 # fp32, an embedding may round to the next fp16 number, which must not be worth 1e-6 of the loss.
 _TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "sgd": (torch.optim.SGD, {"lr": 1.0}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.002, "eps": 1e-6}),
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.002, "eps": 1e-6}),
 }
@@ -49,11 +49,12 @@ class Run:
     """Operators that ran boxed for the npu."""
 
 
-def _sharded(case: Case, device: torch.device) -> DistributedModelParallel:
+def _sharded(case: Case, device: torch.device, *, tables_learn: bool) -> DistributedModelParallel:
     model = models.build(case.model, device)
     optimizer, options = _TABLE_OPTIMIZERS[case.optimizer]
     tables = [value for value in model.parameters() if value.is_meta]
-    apply_optimizer_in_backward(optimizer, tables, dict(options))  # it adds to what it is given
+    given = dict(options) if tables_learn else options | {"lr": 0.0}  # a copy: TorchRec adds to what it is given
+    apply_optimizer_in_backward(optimizer, tables, given)
     return parallel(
         model,
         device,
@@ -76,9 +77,11 @@ def _pipeline(case: Case, model: DistributedModelParallel, device: torch.device)
     return TrainPipelineSemiSync(model, optimizer, device, start_batch=2)
 
 
-def _train(case: Case, device: torch.device, rank: int, steps: int) -> tuple[list[Tensor], Counter[str]]:
+def _train(
+    case: Case, device: torch.device, rank: int, steps: int, *, tables_learn: bool
+) -> tuple[list[Tensor], Counter[str]]:
     """The losses, still on the device, and the host's waits of the warm-up; simnpu counts from the first step."""
-    model = _sharded(case, device)
+    model = _sharded(case, device, tables_learn=tables_learn)
     models.set_initial_values(model)
     pipeline = _pipeline(case, model, device)
     batches: Iterator[Any] = models.batches(case.model, steps=steps, rank=rank)
@@ -106,10 +109,10 @@ def _host_syncs(*, reset: bool = False) -> Counter[str]:
     return found
 
 
-def run(name: str, device_type: str, steps: int = STEPS) -> dict[str, Any]:
+def run(name: str, device_type: str, steps: int = STEPS, tables_learn: bool = True) -> dict[str, Any]:
     """One case on one device, in this process as a rank of its world; a Run as a dictionary."""
     device = device_of(device_type)
-    losses, before = _train(Case.parse(name), device, dist.get_rank(), steps)
+    losses, before = _train(Case.parse(name), device, dist.get_rank(), steps, tables_learn=tables_learn)
     seen = Run()
     if device_type == "npu":
         from turbogr_plugin import simnpu

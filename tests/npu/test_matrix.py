@@ -9,9 +9,9 @@ import itertools
 
 import pytest
 
-from tests.npu.cases import SHARDINGS, WORLDS, Case, all_cases, is_legal, pairwise_cover
-from tests.npu.harness import Result, run_cases
-from tests.npu.ranks import RankPool
+from tests.npu.cases import MODELS, OPTIMIZERS, SHARDINGS, WORLDS, Case, all_cases, is_legal, pairwise_cover
+from tests.npu.harness import TOLERANCE, Result, run_cases
+from tests.npu.ranks import Call, RankPool
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,22 @@ def test_shardings_and_pipelines_of_one_model_agree_on_its_losses(ranks: RankPoo
     for other in others:
         for ours, theirs in zip(other.npu.result(), first.npu.result(), strict=True):
             assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5), other.case.name
+
+
+@pytest.mark.timeout(240)
+def test_tables_that_do_not_learn_would_be_noticed(ranks: RankPool) -> None:
+    """What the comparison of losses is worth: no update at all moves them by many times what is tolerated."""
+    models = [model for model in MODELS if model != "sequence"]
+    cases = [Case(model, "table_wise", "1", "base", "fp32", optimizer) for model in models for optimizer in OPTIMIZERS]
+    calls = [
+        Call("tests.npu.script:run", {"name": case.name, "device_type": "cpu", "tables_learn": learn}, 1)
+        for case in cases
+        for learn in (True, False)
+    ]
+    losses = [outcome.result()[0]["losses"] for outcome in ranks.run(calls, timeout=200)]
+    for case, learning, still in zip(cases, losses[::2], losses[1::2], strict=True):
+        moved = max(abs(a / b - 1) for a, b in zip(learning, still, strict=True))
+        assert moved > 50 * TOLERANCE, (case.name, moved)
 
 
 def test_the_cover_meets_every_pair_of_values_of_a_legal_case() -> None:

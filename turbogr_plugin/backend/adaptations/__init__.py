@@ -9,6 +9,7 @@ from turbogr_plugin.backend.adaptations import (
     device_to_host_awaitable,
     fused_tables_on_device,
     immediate_results,
+    kjt_checked_on_host,
     kjt_without_host_sync,
     kjt_without_rows,
     pinned_small_tensors,
@@ -24,5 +25,6 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     *fused_tables_on_device.ADAPTATIONS,
     *dense_tables_on_device.ADAPTATIONS,
     *kjt_without_rows.ADAPTATIONS,
+    *kjt_checked_on_host.ADAPTATIONS,
     *immediate_results.ADAPTATIONS,
 )
