@@ -462,7 +462,7 @@ def test_two_lookups_may_be_under_way_before_their_backward_passes() -> None:
 
 def test_a_table_with_more_than_two_to_the_31_elements_is_addressed_in_full() -> None:
     # 4.3 GB of address space, of which only the pages of the rows in use become memory
-    from turbogr_plugin.kernels.fbgemm_table_rows import FlatTables, Rows, Tables, lookup_rows, store_rows
+    from turbogr_plugin.kernels.table_rows import FlatTables, Rows, Tables, lookup_rows, store_rows
 
     rows, width = 2**28 + 3, 8
     tables = Tables(torch.tensor([0, width]), torch.tensor([0, rows]), width, width)

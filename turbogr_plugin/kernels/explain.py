@@ -94,6 +94,6 @@ def _ours() -> dict[str, tuple[str, bool]]:
     found = {}
     for module in pkgutil.iter_modules(kernels.__path__):
         if module.name.startswith(("aten_", "fbgemm_")):
-            ours: tuple[NpuKernel, ...] = getattr(import_module(f"{kernels.__name__}.{module.name}"), "KERNELS", ())
+            ours: tuple[NpuKernel, ...] = import_module(f"{kernels.__name__}.{module.name}").KERNELS
             found.update({kernel.operator: (module.name, kernel.function.__name__ == "refuse") for kernel in ours})
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_bags import VariableBatch, variable_bag_begins
-from turbogr_plugin.kernels.fbgemm_table_rows import Tables
 from turbogr_plugin.kernels.npu_operators import NpuKernel
+from turbogr_plugin.kernels.table_bags import VariableBatch, variable_bag_begins
+from turbogr_plugin.kernels.table_rows import Tables
 
 
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:

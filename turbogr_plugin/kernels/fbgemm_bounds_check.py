@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_bags import bags_of_positions, features_of_bags
 from turbogr_plugin.kernels.npu_operators import NpuKernel
+from turbogr_plugin.kernels.table_bags import bags_of_positions, features_of_bags
 
 FATAL, WARNING, IGNORE = 0, 1, 2  # fbgemm's BoundsCheckMode
 PRUNED = -1

@@ -7,7 +7,7 @@ fbgemm checks no ids here, in any mode: CUDA reads outside of the tables. Ids th
 no gradient, and are logged as those of the fused tables are in mode WARNING (fbgemm_bounds_check.py).
 
 The gradient has the size of the tables. It is summed in float32, in the order of the batch (see `sum_by_row` in
-fbgemm_coalesce.py for chips that add with atomics), and rounded once to the tables' dtype.
+coalesce_rows.py for chips that add with atomics), and rounded once to the tables' dtype.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from turbogr_plugin.kernels.fbgemm_bags import Values, resolve_values
 from turbogr_plugin.kernels.fbgemm_bounds_check import PRUNED, report_later
-from turbogr_plugin.kernels.fbgemm_pooling import (
+from turbogr_plugin.kernels.npu_operators import NpuKernel
+from turbogr_plugin.kernels.table_bags import Values, resolve_values
+from turbogr_plugin.kernels.table_pooling import (
     Lookup,
     check_lookup,
     forward_lookup,
@@ -29,11 +30,10 @@ from turbogr_plugin.kernels.fbgemm_pooling import (
     indice_weights_gradient,
     variable_batch,
 )
-from turbogr_plugin.kernels.fbgemm_pooling import (
+from turbogr_plugin.kernels.table_pooling import (
     output_dtype as dtype_of,
 )
-from turbogr_plugin.kernels.fbgemm_table_rows import FlatTables, Rows, Tables, add_rows
-from turbogr_plugin.kernels.npu_operators import NpuKernel
+from turbogr_plugin.kernels.table_rows import FlatTables, Rows, Tables, add_rows
 
 _LEFT_OUT = "give zeros and get no gradient; data-parallel tables have no bounds_check_mode that names them"
 

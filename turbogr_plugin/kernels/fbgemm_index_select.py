@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_differentiable import with_autograd
-from turbogr_plugin.kernels.npu_operators import NpuKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel, with_autograd
 from turbogr_plugin.kernels.segments import check_indices
 
 

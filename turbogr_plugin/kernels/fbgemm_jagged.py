@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_differentiable import with_autograd
 from turbogr_plugin.kernels.jagged_padding import ToPadded, check_rows, to_jagged, to_padded
-from turbogr_plugin.kernels.npu_operators import NpuKernel
+from turbogr_plugin.kernels.npu_operators import NpuKernel, with_autograd
 from turbogr_plugin.kernels.segments import check_count, check_offsets_shape, complete_offsets
 
 

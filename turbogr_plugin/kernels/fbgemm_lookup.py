@@ -5,7 +5,7 @@ never reached from another device. These kernels therefore take the place of the
 AutogradPrivateUse1, and under PrivateUse1 for inference mode, which has no autograd.
 
 Everything is built from operators that torch_npu implements. Neither pass waits for the device: what decides a shape
-is known on the host, and the number of different rows stays on the device (fbgemm_coalesce.py). Every touched row is
+is known on the host, and the number of different rows stays on the device (coalesce_rows.py). Every touched row is
 updated once with the sum of its gradients, in the order of the batch. The lookup, the summing and the update are
 `lookup_rows`, `coalesce` with `sum_by_row`, and `update_rows`; they work on any device.
 
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from turbogr_plugin.kernels.fbgemm_bags import Values, resolve_values
-from turbogr_plugin.kernels.fbgemm_fused_update import FusedUpdate, backward_lookup
-from turbogr_plugin.kernels.fbgemm_lookup_updates import OPTIMIZERS, Settings
-from turbogr_plugin.kernels.fbgemm_pooling import (
+from turbogr_plugin.kernels.fused_optimizers import OPTIMIZERS, Settings
+from turbogr_plugin.kernels.fused_update import FusedUpdate, backward_lookup
+from turbogr_plugin.kernels.npu_operators import NpuKernel
+from turbogr_plugin.kernels.table_bags import Values, resolve_values
+from turbogr_plugin.kernels.table_pooling import (
     Lookup,
     check_lookup,
     forward_lookup,
@@ -37,8 +38,7 @@ from turbogr_plugin.kernels.fbgemm_pooling import (
     output_dtype,
     variable_batch,
 )
-from turbogr_plugin.kernels.fbgemm_table_rows import FlatTables, Rows, Tables
-from turbogr_plugin.kernels.npu_operators import NpuKernel
+from turbogr_plugin.kernels.table_rows import FlatTables, Rows, Tables
 
 
 class _FusedLookup(torch.autograd.Function):

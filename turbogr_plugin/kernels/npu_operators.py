@@ -38,6 +38,18 @@ class NpuKernel:
         return self.schema.partition("(")[0]
 
 
+def with_autograd(schema: str, function: Callable[..., Any]) -> tuple[NpuKernel, NpuKernel]:
+    """One function of differentiable operators below autograd (reached in inference mode) and in place of it (else).
+
+    fbgemm has autograd kernels for some operators under AutogradCPU and AutogradCUDA only, and for others none. Through
+    a kernel under PrivateUse1 alone gradients flow only by a fallback of torch that warns that it will be removed.
+    """
+    return (
+        NpuKernel(schema=schema, function=function),
+        NpuKernel(schema=schema, function=function, key="AutogradPrivateUse1"),
+    )
+
+
 def register(kernels: Sequence[NpuKernel]) -> list[Outcome]:
     """Registers kernels, each once per process.
 

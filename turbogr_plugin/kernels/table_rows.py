@@ -8,7 +8,7 @@ A block of rows is [N, max_D]. Where a table is narrower than max_D, the surplus
 columns, when reading as well as when writing: an elementwise update gives them equal values, and equal values written
 to one place are harmless. Whoever sums over a row masks them (`Tables.columns`).
 
-Left out: the choice of rows (fbgemm_bags.py), their update (fbgemm_lookup_updates.py), caches and unified memory.
+Left out: the choice of rows (table_bags.py), their update (fused_optimizers.py), caches and unified memory.
 """
 
 from __future__ import annotations

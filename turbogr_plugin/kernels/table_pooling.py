@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_bags import (
+from turbogr_plugin.kernels.table_bags import (
     Values,
     VariableBatch,
     arrange_bags,
@@ -22,7 +22,7 @@ from turbogr_plugin.kernels.fbgemm_bags import (
     check_bags,
     collect_bags,
 )
-from turbogr_plugin.kernels.fbgemm_table_rows import FlatTables, Tables, lookup_rows
+from turbogr_plugin.kernels.table_rows import FlatTables, Tables, lookup_rows
 
 SUM, MEAN, SEQUENCE = 0, 1, 2  # fbgemm's PoolingMode
 _OUTPUT_DTYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}  # fbgemm's SparseType

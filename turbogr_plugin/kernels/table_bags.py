@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_table_rows import Rows, Tables
+from turbogr_plugin.kernels.table_rows import Rows, Tables
 
 
 @dataclass(frozen=True)

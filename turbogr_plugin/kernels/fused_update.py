@@ -1,6 +1,6 @@
 """The update of touched rows: each one once, with the sum of its gradients, by the optimizer that fbgemm fuses.
 
-Left out: the optimizers' formulas (fbgemm_lookup_updates.py).
+Left out: the optimizers' formulas (fused_optimizers.py).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.fbgemm_bags import Values
-from turbogr_plugin.kernels.fbgemm_coalesce import Coalesced, coalesce, sum_by_row
-from turbogr_plugin.kernels.fbgemm_lookup_updates import Optimizer, RowShape, Settings, round_stochastically
-from turbogr_plugin.kernels.fbgemm_pooling import Lookup, gradient_by_value
-from turbogr_plugin.kernels.fbgemm_table_rows import (
+from turbogr_plugin.kernels.coalesce_rows import Coalesced, coalesce, sum_by_row
+from turbogr_plugin.kernels.fused_optimizers import Optimizer, RowShape, Settings, round_stochastically
+from turbogr_plugin.kernels.table_bags import Values
+from turbogr_plugin.kernels.table_pooling import Lookup, gradient_by_value
+from turbogr_plugin.kernels.table_rows import (
     FlatTables,
     Rows,
     Tables,

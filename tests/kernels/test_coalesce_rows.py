@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbogr_plugin.kernels.fbgemm_coalesce import coalesce, sum_by_row
+from turbogr_plugin.kernels.coalesce_rows import coalesce, sum_by_row
 
 
 @pytest.mark.parametrize("rows", [[7], [3, 3, 3], [5, 1, 5, 2, 1, 5], list(range(9, -1, -1)), [2**61, 0, 2**61]])
