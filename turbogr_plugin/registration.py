@@ -25,6 +25,26 @@ import torch
 from turbogr_plugin.backend.adaptation import Outcome, apply
 from turbogr_plugin.backend.host_versions import unsupported_hosts
 
+KERNEL_MODULES = (
+    "aten_embedding_bag",
+    "fbgemm_batch_metadata",
+    "fbgemm_bounds_check",
+    "fbgemm_bucketize",
+    "fbgemm_cumsum",
+    "fbgemm_dedup",
+    "fbgemm_dense_lookup",
+    "fbgemm_index_select",
+    "fbgemm_jagged",
+    "fbgemm_jagged_products",
+    "fbgemm_jagged_select",
+    "fbgemm_lookup",
+    "fbgemm_permute",
+    "fbgemm_placement",
+    "fbgemm_pooled",
+    "fbgemm_reorder",
+)
+"""Modules of kernels/ whose tuple KERNELS is registered."""
+
 
 @dataclass(frozen=True)
 class RegistrationReport:
@@ -93,49 +113,14 @@ def _refusals() -> list[Outcome]:
 def _apply_all() -> Iterator[Outcome]:
     # Imported here and not above: a host that is refused may lack what these modules import.
     from turbogr_plugin.backend.adaptations import ADAPTATIONS as BACKEND
-    from turbogr_plugin.kernels import (
-        aten_embedding_bag,
-        fbgemm_batch_metadata,
-        fbgemm_bounds_check,
-        fbgemm_bucketize,
-        fbgemm_cumsum,
-        fbgemm_dedup,
-        fbgemm_dense_lookup,
-        fbgemm_index_select,
-        fbgemm_jagged,
-        fbgemm_jagged_products,
-        fbgemm_jagged_select,
-        fbgemm_lookup,
-        fbgemm_permute,
-        fbgemm_placement,
-        fbgemm_pooled,
-        fbgemm_reorder,
-        npu_operators,
-    )
+    from turbogr_plugin.kernels import npu_operators
     from turbogr_plugin.pipeline.adaptations import ADAPTATIONS as PIPELINE
     from turbogr_plugin.sharding import perf_config
     from turbogr_plugin.sharding.adaptations import ADAPTATIONS as SHARDING
 
     yield from map(apply, BACKEND)
-    for family in (
-        aten_embedding_bag,
-        fbgemm_batch_metadata,
-        fbgemm_bounds_check,
-        fbgemm_bucketize,
-        fbgemm_cumsum,
-        fbgemm_dedup,
-        fbgemm_dense_lookup,
-        fbgemm_index_select,
-        fbgemm_jagged,
-        fbgemm_jagged_products,
-        fbgemm_jagged_select,
-        fbgemm_lookup,
-        fbgemm_permute,
-        fbgemm_placement,
-        fbgemm_pooled,
-        fbgemm_reorder,
-    ):
-        yield from npu_operators.register(family.KERNELS)
+    for family in KERNEL_MODULES:
+        yield from npu_operators.register(import_module(f"turbogr_plugin.kernels.{family}").KERNELS)
     yield from map(apply, SHARDING)
     yield perf_config.register()
     yield from map(apply, PIPELINE)
