@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.kernels.fbgemm_cases import normal, offsets_of
 from turbogr_plugin.kernels.fbgemm_jagged import dense_to_jagged_forward
-from turbogr_plugin.kernels.jagged_padding import cells_of_values, to_jagged, values_of_cells
+from turbogr_plugin.kernels.jagged_padding import cells_of_values, to_jagged, to_padded, values_of_cells
 
 fbgemm = torch.ops.fbgemm
 pytestmark = pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
@@ -104,8 +104,18 @@ class TestItem5RowsLongerThanTheirRoom:
 
 
 class TestItem6PaddedTensorsOfMoreThan2To31Elements:
-    """5755. A padded result of that size takes 2 GB even in bytes, so that the one direction is held by the indices it
-    is made with. The other direction reads such a tensor: 2^33 elements that overlap in 17 MB of memory."""
+    """5755. A padded result of that size takes 2 GB even in bytes: the first test makes one, on one device for that
+    reason; the others hold the indices it is made with. The other direction reads such a tensor: 2^33 elements that
+    overlap in 17 MB of memory."""
+
+    @pytest.mark.full
+    def test_rows_behind_2_to_31_are_padded_where_they_belong(self) -> None:
+        rows, columns = (1 << 11) + 1, 1 << 20
+        assert (rows - 1) * columns > (1 << 31) - 1
+        values = torch.tensor([[7], [9]], dtype=torch.uint8).expand(2, columns)
+        lengths = [1, *[0] * (rows - 2), 1]
+        padded = to_padded(values, [offsets_of(lengths)], [1], 5)
+        assert [padded[row, 0, column].item() for row in (0, 1, -2, -1) for column in (0, -1)] == [7, 7, *[5] * 4, 9, 9]
 
     def test_cells_show_values_behind_2_to_31(self, device: torch.device) -> None:
         behind = (1 << 31) + 5

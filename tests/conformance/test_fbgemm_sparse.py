@@ -36,7 +36,8 @@ def test_item_1_no_ids_go_into_empty_buckets(device: torch.device, bags: int, dt
 class TestItem8PermutationsOfManyRuns:
     def test_more_than_2_to_31_lengths_are_permuted_right(self, device: torch.device) -> None:
         # 6081. 2^31 lengths take 16 GB: here they overlap in memory, one number per feature. fbgemm's CPU kernel copies
-        # its input first, so that its half holds ours.
+        # its input first, so that its half holds ours. permute_1D_sparse_data sums the lengths, which cannot overlap;
+        # it shares the copy of the values (`copied_from`), whose sources behind 2^31 item 14 holds.
         features, batch = (1 << 16) + 1, 1 << 15
         of_feature = torch.zeros(features, dtype=torch.int64, device=device)
         of_feature[-1] = 1

@@ -51,13 +51,16 @@ def test_a_lone_embedding_bag_is_planned_as_it_can_be_sharded(ranks: RankPool, d
 
 
 @devices
-def test_optimizer_state_is_named_alike_whatever_the_sharding(ranks: RankPool, device_type: str) -> None:
-    # https://github.com/meta-pytorch/torchrec/issues/2394. Data-parallel tables are outside of it: TorchRec gives
-    # their state to the optimizer that torch runs, under that optimizer's names.
+def test_optimizer_state_is_named_alike_however_a_table_is_sharded(ranks: RankPool, device_type: str) -> None:
+    # https://github.com/meta-pytorch/torchrec/issues/2394. Right for data-parallel tables were the same names, so that
+    # a checkpoint fits any plan. That is how TorchRec is made and gets no cure here: their optimizer is not among the
+    # fused ones, whose state has nothing of them.
     kinds = ("row_wise", "table_wise", "column_wise", "table_row_wise")
     calls = [Call(CASES + "state_names", {"sharding": kind, "device_type": device_type}, 1) for kind in kinds]
     names = [outcome.result()[0] for outcome in ranks.run(calls)]
     assert names == [[["embedding_bags.t.weight"], ["t.momentum1"]]] * len(kinds)
+    (outcome,) = ranks.run([Call(CASES + "state_names", {"sharding": "data_parallel", "device_type": device_type}, 1)])
+    assert outcome.result() == [[[], []]]
 
 
 @devices

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 
 from tests.npu import models
@@ -92,6 +92,19 @@ def sequences_with_an_empty_batch(sharding: str, device_type: str) -> dict[str, 
     return {"found": result, "table": _table(model)}
 
 
+def bags_with_an_empty_batch(sharding: str, device_type: str) -> Any:
+    """The same of an EmbeddingBagCollection: pooled embeddings, and the table after a step."""
+    device = device_of(device_type)
+    model = _sharded(sharding, device, pooled=True)
+    without = dist.get_rank() == dist.get_world_size() - 1
+    ids, lengths = torch.tensor([1, 2, 3, 19, 3]), torch.tensor([2, 0, 1, 2])
+    ids, lengths = (ids[:0], lengths[:0]) if without else (ids, lengths)
+    features = KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=lengths, stride=lengths.numel() // 2)
+    pooled = model(features.to(device)).values()
+    pooled.sum().backward()
+    return {"found": pooled.tolist(), "table": _table(model)}
+
+
 def empty_to_dict(device_type: str, *, weighted: bool) -> dict[str, list[Any]]:
     """`to_dict` of a KJT with keys and a batch of no rows: values, lengths and offsets of each key."""
     device = device_of(device_type)
@@ -130,8 +143,29 @@ class VariableBatch:
             values=torch.tensor([id_ for row in rows for id_ in row], dtype=torch.int64),
             lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
             stride_per_key_per_rank=[[len(feature)] for feature in self.rows.values()],
-            inverse_indices=(list(self.samples), torch.tensor(list(self.samples.values()), dtype=torch.int64)),
+            inverse_indices=self._inverse_indices(),
         )
+
+    def features_of_a_dictionary(self, **options: Any) -> KeyedJaggedTensor:
+        """The same by `from_jt_dict` with `options`; it takes no inverse indices, which a second tensor adds."""
+        apart = {
+            key: JaggedTensor(
+                values=torch.tensor([id_ for row in rows for id_ in row], dtype=torch.int64),
+                lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+            )
+            for key, rows in self.rows.items()
+        }
+        features = KeyedJaggedTensor.from_jt_dict(apart, **options)
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            lengths=features.lengths(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() or None,
+            inverse_indices=self._inverse_indices(),
+        )
+
+    def _inverse_indices(self) -> tuple[list[str], Tensor]:
+        return list(self.samples), torch.tensor(list(self.samples.values()), dtype=torch.int64)
 
     def pooled(self) -> list[list[float]]:
         """The embeddings of each sample, a's beside b's, without any TorchRec."""
@@ -158,9 +192,26 @@ VARIABLE_BATCHES = {
 
 def variable_batch(sharding: str, device_type: str, case: str) -> list[list[float]]:
     """Pooled embeddings of features with batch sizes of their own, after a forward and a backward pass."""
+    return _looked_up(VARIABLE_BATCHES[case][dist.get_rank() % 2].features(), sharding, device_type)
+
+
+def variable_batch_of_a_dictionary(sharding: str, device_type: str, case: str, options: dict[str, Any]) -> Any:
+    """The same, of a batch made by `from_jt_dict`."""
+    return _looked_up(
+        VARIABLE_BATCHES[case][dist.get_rank() % 2].features_of_a_dictionary(**options), sharding, device_type
+    )
+
+
+def strides_of_a_dictionary(device_type: str, options: dict[str, Any]) -> list[Any]:
+    """What the batches of both ranks of VARIABLE_BATCHES["uniform"] know of their sizes, made by `from_jt_dict`."""
+    made = [batch.features_of_a_dictionary(**options) for batch in VARIABLE_BATCHES["uniform"]]
+    moved = [features.to(device_of(device_type)) for features in made]
+    return [[features.variable_stride_per_key(), features.stride_per_key_per_rank()] for features in moved]
+
+
+def _looked_up(features: KeyedJaggedTensor, sharding: str, device_type: str) -> list[list[float]]:
     device = device_of(device_type)
     model = _sharded(sharding, device, pooled=True)
-    features = VARIABLE_BATCHES[case][dist.get_rank() % 2].features()
     pooled = model(features.to(device)).values()
     pooled.sum().backward()
     found: list[list[float]] = pooled.tolist()
@@ -297,17 +348,26 @@ def lone_embedding_bag(device_type: str) -> dict[str, Any]:
     return {"types": types, "bags": found.view(2, DIM).tolist()}
 
 
-def printed(device_type: str) -> list[str]:
-    """A KJT of features with different numbers of rows, as it prints and as `to_dict` takes it apart."""
+def printed(
+    device_type: str, *, weighted: bool = False, strides: list[list[int]] | None = None, moved: bool = False
+) -> dict[str, Any]:
+    """A KJT of 3 and 5 values, told by `length_per_key` alone or by strides: how it prints and is taken apart."""
     device = device_of(device_type)
+    made_on = torch.device("cpu") if moved else device
     features = KeyedJaggedTensor(
         keys=["user", "item"],
-        values=torch.arange(1, 9, device=device),
-        lengths=torch.ones(8, dtype=torch.int64, device=device),
-        stride_per_key_per_rank=[[3], [5]],
-    )
-    values = {key: tensor.values().tolist() for key, tensor in features.to_dict().items()}
-    return [str(features), str(values)]
+        values=torch.arange(1, 9, device=made_on),
+        weights=torch.arange(1, 9, device=made_on) / 4 if weighted else None,
+        lengths=torch.ones(8, dtype=torch.int64, device=made_on),
+        length_per_key=[3, 5] if strides is None else None,
+        stride_per_key_per_rank=strides,
+    ).to(device)
+    apart = {key: features[key] for key in ("user", "item")}
+    return {
+        "text": str(features),
+        "values": {key: tensor.values().tolist() for key, tensor in apart.items()},
+        "lengths": {key: tensor.lengths().tolist() for key, tensor in apart.items()},
+    }
 
 
 def refused(device_type: str, case: str) -> str:

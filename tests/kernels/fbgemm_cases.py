@@ -383,6 +383,13 @@ def buckets() -> Iterator[Case]:
         "empty bags",
         (torch.zeros(4, dtype=I64), empty, True, True, torch.tensor([5, 5]), 2, normal(0)),
     )
+    # Managed collision splits a range of 2^63 - 1 ids: sizes of blocks and their products pass 2^63.
+    ids = torch.tensor([0, 5, (1 << 62) - 1, 1 << 62, (1 << 62) + 7, (1 << 63) - 2])
+    for blocks, ranks in ((2, 1), (2, 2), (4, 2)):
+        size, count = torch.tensor([-((1 - (1 << 63)) // blocks)]), torch.tensor([blocks])
+        for keep in flags:
+            split = (torch.tensor([2, 4]), ids, True, True, size, ranks, None, None, -1, None, keep, count)
+            yield Case("block_bucketize_sparse_features", f"2^63 ids in {blocks} blocks, W={ranks}, kept {keep}", split)
 
 
 def pooled() -> Iterator[Case]:

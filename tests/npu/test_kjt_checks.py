@@ -44,12 +44,32 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_numbers(made: KeyedJagge
     made.to(torch.device("cpu"))  # TorchRec on CPU stays as it is
 
 
+@pytest.mark.parametrize(
+    ("rows", "given", "message"),
+    [
+        ({}, [3, 1], r"sums of the lengths of \[2, 2\] rows, which are \[2, 2\], got \[3, 1\]"),
+        ({"stride_per_key_per_rank": [[1], [3]]}, [2, 2], r"\[1, 3\] rows, which are \[1, 3\], got \[2, 2\]"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["lengths", "offsets"])
+def test_numbers_of_values_that_are_not_those_of_the_rows_are_refused(
+    rows: dict[str, list[list[int]]], given: list[int], message: str, layout: str
+) -> None:
+    places = torch.ones(4, dtype=torch.int64) if layout == "lengths" else torch.arange(5)
+    made = KeyedJaggedTensor(KEYS, torch.arange(4), length_per_key=given, **{layout: places}, **rows)
+    with pytest.raises(ValueError, match=message):
+        made.to(torch.device(NPU))
+    made.to(torch.device("cpu"))
+
+
 def test_without_the_adaptation_they_pass() -> None:
     with without(kjt_checked_on_host.ADAPTATIONS):
         assert kjt([1, -2, 3, 3]).to(torch.device(NPU)).values().device.type == NPU
 
 
-@pytest.mark.parametrize("made", [kjt([2, 0, 3, 0]), kjt(offsets=[0, 0, 0, 5, 5]), kjt([0, 0], values=0)])
+@pytest.mark.parametrize(
+    "made", [kjt([2, 0, 3, 0]), kjt(offsets=[0, 0, 0, 5, 5]), kjt([0, 0], values=0), kjt([2, 0, 3, 0]).sync()]
+)
 def test_what_fits_goes_to_the_npu(made: KeyedJaggedTensor) -> None:
     moved = made.to(torch.device(NPU), non_blocking=True)
     assert moved.values().cpu().tolist() == made.values().tolist()

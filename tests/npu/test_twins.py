@@ -30,11 +30,35 @@ def test_stock_cannot_take_a_batch_without_rows_apart(ranks: RankPool, device_ty
     assert "tuple index out of range" in outcome.error
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "npu"])
+def test_stock_cannot_be_told_that_batch_sizes_vary(ranks: RankPool, device_type: str) -> None:
+    arguments = {"device_type": device_type, "options": {"force_variable_stride": True}}
+    module = "backend.adaptations.kjt_variable_strides"
+    outcome = _stock(ranks, module, CASES + "strides_of_a_dictionary", arguments)
+    assert "got an unexpected keyword argument 'force_variable_stride'" in outcome.error
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "npu"])
+def test_stock_prints_values_of_another_key(ranks: RankPool, device_type: str) -> None:
+    module = "backend.adaptations.kjt_printed_by_key"
+    (found,) = _stock(ranks, module, CASES + "printed", {"device_type": device_type}).result()
+    assert found["values"]["user"] == [1, 2, 3]
+    assert '"user": [[1], [2], [3], [4]]' in found["text"]
+
+
 def test_stock_cannot_look_sequences_of_an_empty_batch_up(ranks: RankPool) -> None:
     # On one rank, where nobody waits for it: it is the last one, which has no rows.
     arguments = {"device_type": "cpu", "sharding": "row_wise"}
     module = "sharding.adaptations.sequences_without_rows"
     outcome = _stock(ranks, module, CASES + "sequences_with_an_empty_batch", arguments)
+    assert "cannot reshape tensor of 0 elements" in outcome.error
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "npu"])
+def test_stock_cannot_manage_collisions_of_a_batch_without_rows(ranks: RankPool, device_type: str) -> None:
+    options = {"policy": "LFU", "module": "bags", "empty": "no rows"}
+    arguments = {"feature": "managed_collision", "device_type": device_type, **options}
+    outcome = _stock(ranks, "sharding.adaptations.collisions_without_rows", USE, arguments, 2)
     assert "cannot reshape tensor of 0 elements" in outcome.error
 
 
@@ -83,6 +107,7 @@ def test_stock_cannot_average_replicas_on_cpu_under_semi_sync(ranks: RankPool) -
         ("hashed_collision", {}, None),
         ("quantized", {}, "FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf"),
         ("metrics", {}, "Double tensor"),
+        ("resharded", {}, "Timed out"),  # gloo: the ranks number their messages by a hash that differs
     ],
 )
 def test_stock_fails_later_and_names_no_feature(

@@ -215,12 +215,13 @@ def _assign(
         features = block_sizes.numel()
         rank, row = _assign_by_boundaries(ids, feature, block, blocks, my_size, block_bucketize_pos, features)
     else:
+        # Sizes of tables reach 2^63 (managed collision: the range of raw ids), so that blocks are counted, not rows.
         per_rank = (blocks // my_size).clamp_(min=1)
-        known = (ids >= 0) & (ids < block * blocks)
-        rows_per_rank = (block * per_rank).clamp_(min=1)
+        of_id = ids // block.clamp(min=1)
+        known = (ids >= 0) & (block > 0) & (of_id < blocks)
         by_remainder, other = unsigned_divmod(ids, blocks)
-        rank = torch.where(known, ids // rows_per_rank, other // per_rank)
-        row = torch.where(known, ids % rows_per_rank, by_remainder)
+        rank = torch.where(known, of_id, other) // per_rank
+        row = torch.where(known, ids - rank * per_rank * block, by_remainder)
     return rank.clamp_(0, my_size - 1), row
 
 

@@ -10,6 +10,8 @@ from turbogr_plugin.backend.adaptations import (
     fused_tables_on_device,
     immediate_results,
     kjt_checked_on_host,
+    kjt_printed_by_key,
+    kjt_variable_strides,
     kjt_without_host_sync,
     kjt_without_rows,
     pinned_small_tensors,
@@ -25,6 +27,8 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     *fused_tables_on_device.ADAPTATIONS,
     *dense_tables_on_device.ADAPTATIONS,
     *kjt_without_rows.ADAPTATIONS,
+    *kjt_variable_strides.ADAPTATIONS,
+    *kjt_printed_by_key.ADAPTATIONS,
     *kjt_checked_on_host.ADAPTATIONS,
     *immediate_results.ADAPTATIONS,
 )

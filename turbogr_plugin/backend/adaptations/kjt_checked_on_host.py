@@ -49,12 +49,36 @@ def check_layout(values: Tensor, lengths: Tensor | None, offsets: Tensor | None)
             )
 
 
+def check_keys(lengths: Tensor | None, offsets: Tensor | None, rows: list[int], length_per_key: list[int]) -> None:
+    """Raises ValueError, with the numbers, unless each key's rows (on the host) have as many values as it is said to.
+
+    Lengths for another number of rows are left to TorchRec, which names both numbers when it takes them apart.
+
+    Args:
+        lengths: [sum of rows] integers or None.
+        offsets: [sum of rows + 1] integers or None.
+        rows: by key.
+        length_per_key: values by key.
+    """
+    lengths = offsets.diff() if lengths is None and offsets is not None else lengths
+    if lengths is None or len(rows) != len(length_per_key) or lengths.numel() != sum(rows):
+        return
+    found = [int(of_key.sum()) for of_key in lengths.split(rows)]
+    if found != list(length_per_key):
+        raise ValueError(
+            f"length_per_key must be the sums of the lengths of {rows} rows, which are {found}, got {length_per_key}; "
+            "for keys with different numbers of rows give stride_per_key_per_rank"
+        )
+
+
 def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def to(self: Any, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Any:
         # By type: neither the proxies of a tracer nor fake tensors have numbers.
         if type(self._values) is Tensor and self._values.device.type == "cpu" and torch.device(device).type == "npu":
             check_layout(self._values, self._lengths, self._offsets)
+            if self._length_per_key is not None:
+                check_keys(self._lengths, self._offsets, self.stride_per_key(), self._length_per_key)
         return original(self, device, non_blocking, dtype)
 
     return to

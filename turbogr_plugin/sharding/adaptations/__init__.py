@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turbogr_plugin.backend.adaptation import Adaptation
 from turbogr_plugin.sharding.adaptations import (
+    collisions_without_rows,
     default_device,
     device_kernels,
     dmp_collection,
@@ -36,6 +37,7 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     *default_device.ADAPTATIONS,
     *dmp_collection.ADAPTATIONS,
     *sequences_without_rows.ADAPTATIONS,
+    *collisions_without_rows.ADAPTATIONS,
     *replica_averages.ADAPTATIONS,
     *refused_features.ADAPTATIONS,
 )

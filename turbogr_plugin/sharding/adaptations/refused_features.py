@@ -25,6 +25,7 @@ _HASHING = "torchrec.modules.hash_mc_modules:HashZchManagedCollisionModule.__ini
 _QUANTIZED_BAGS = "torchrec.quant.embedding_modules:EmbeddingBagCollection.__init__"
 _QUANTIZED_SEQUENCES = "torchrec.quant.embedding_modules:EmbeddingCollection.__init__"
 _QUANTIZING = "torchrec.quant.embedding_modules:quantize_state_dict"
+_RESHARDING = "torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection.update_shards"
 _METRICS = "torchrec.metrics.metric_module:generate_metric_module"
 
 _PRECISIONS = (CommType.FP32, CommType.FP16, CommType.BF16)
@@ -130,6 +131,17 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         upstream="torchrec 1.8.0, quant/embedding_modules.py:266",
         delete_when=_UNTIL,
         written_for={_QUANTIZING: "79adbae638c3b6c6"},
+    ),
+    Adaptation(
+        target=_RESHARDING,
+        replace=_refuse(
+            "DistributedModelParallel.reshard moves tables, but their features go to where other tables were before: "
+            "save a checkpoint, make the model anew with the new plan, and load it"
+        ),
+        why="after two tables have changed places each is looked up with the ids of the other, without a word",
+        upstream="torchrec 1.8.0, distributed/embeddingbag.py:2039",
+        delete_when="a resharded model on npu gives the embeddings that it gave before",
+        written_for={_RESHARDING: "f0e30956e91aaa53"},
     ),
     Adaptation(
         target=_METRICS,
