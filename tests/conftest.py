@@ -31,6 +31,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from tests.npu_device import load_npu
 
         load_npu()
+    _build_kernels({item.path.relative_to(session.config.rootpath).parts[1] for item in session.items})
+
+
+def _build_kernels(folders: set[str]) -> None:
+    """Builds the C++ kernels before the first test of a folder that uses them: it takes longer than a test may."""
+    if not folders & {"kernels", "models", "training", "pipeline", "npu", "sharding", "test_cli.py"}:
+        return
+    from turbogr_plugin.kernels.cpu import build
+
+    for family in build.families():
+        if build.missing(family) is None:
+            build.load(family)
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +97,8 @@ def kills(tiny: Path) -> dict[str, subprocess.CompletedProcess[str]]:
         shutil.copytree(tiny / "killed", tiny / copy)
     done["in a checkpoint"] = runs.launch([program, "0", "checkpoint", "56", *train, "--resume"], ranks=2, folder=tiny)
     shutil.copytree(tiny / "killed", tiny / "killed-late")
-    done["to the end"] = runs.turbogr("train", *train, "--resume", ranks=2, folder=tiny)
+    last, _ = runs.run_commands({"resume": ["train", *train, "--resume"]}, ranks=2, folder=tiny)["resume"]
+    done["to the end"] = subprocess.CompletedProcess(train, last.code, last.out, last.err)
     return done
 
 

@@ -1,7 +1,7 @@
 """A tiny store and configuration, and the command line started on them as a user or a launcher starts it.
 
 Starting a process costs seconds of imports, so `run_commands` runs many commands one after the other in one process per
-rank. The ranks are torchrun's; each command meets in a corner of the launcher's store of its own.
+rank, forked where the libraries are imported. Each command meets in a corner of the launcher's store of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from tests import forked
 
 USERS = 61  # 5 global batches of 12 and one of a single sample, which leaves the second of two ranks without any
 STEPS_PER_EPOCH = 6
@@ -104,7 +106,7 @@ def turbogr(*arguments: str, ranks: int | None, folder: Path) -> subprocess.Comp
 def run_commands(commands: dict[str, list[str]], *, ranks: int | None, folder: Path) -> dict[str, list[Outcome]]:
     """Runs commands one after the other in one process per rank; returns the outcomes of all ranks by command."""
     (folder / "commands.json").write_text(json.dumps(list(commands.values())))
-    done = launch([str(Path(__file__)), "commands.json"], ranks=ranks, folder=folder)
+    done = forked.run_program([str(Path(__file__)), "commands.json"], ranks=ranks, folder=folder, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-8000:]
     of_ranks = [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in range(ranks or 1)]
     return {

@@ -7,6 +7,7 @@ runs. It is greedy and deterministic: the same cases in every process and on eve
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -91,7 +92,8 @@ def _pairs(case: Case) -> set[tuple[int, str, int, str]]:
     return {(i, values[i], j, values[j]) for i, j in itertools.combinations(places, 2)}
 
 
-def pairwise_cover() -> list[Case]:
+@functools.cache
+def pairwise_cover() -> tuple[Case, ...]:
     """Cases that hold every pair of values of two dimensions that any legal case holds."""
     legal = [case for at in itertools.product(*_DIMENSIONS) if is_legal(case := Case(*at))]
     pairs = {case: _pairs(case) for case in legal}
@@ -102,4 +104,4 @@ def pairwise_cover() -> list[Case]:
         best = max(legal, key=lambda case: (len(pairs[case] & missing), -case.world_size))
         cover.append(best)
         missing -= pairs[best]
-    return cover
+    return tuple(cover)

@@ -2,7 +2,7 @@
 
 A process start costs 3 s of imports, a world of gloo groups a few milliseconds. `RankPool.run` takes calls (a function
 by name, its arguments as JSON, the size of its world): the processes serve worlds of four, then two worlds of two side
-by side, then four of one. A call that raises on a rank is reported with its traceback, and its world starts anew.
+by side, then four of one. A call that raises on a rank is reported with its traceback; the next finds a new world.
 
     python -m tests.npu.ranks PROCESS PROCESSES SETUP PATIENCE is one such process.
 """
@@ -234,11 +234,13 @@ def _run_job(job: Path, process: int, processes: int, patience: timedelta) -> No
 
 
 def _run_in_world(job: Path, calls: dict[int, Call], start: Callable[[str], None], control: Any, rank: int) -> None:
-    """Runs the calls of one world, which starts anew after each that failed on any rank."""
-    alive = False
+    """Runs the calls of one world. Each gets process groups of its own, also after one that failed.
+
+    A model keeps the groups that it made, and each of gloo's has threads that wake a hundred times a second: after the
+    calls of one job, some hundred groups would take the cores from whatever still runs.
+    """
     for number, call in calls.items():
-        if not alive:
-            start(f"before-{number}")
+        start(f"before-{number}")
         began = time.monotonic()
         value, error = None, ""
         try:
@@ -248,11 +250,8 @@ def _run_in_world(job: Path, calls: dict[int, Call], start: Callable[[str], None
             value, error = None, traceback.format_exc()
         seconds = time.monotonic() - began
         (job / f"{number}-{rank}.json").write_text(json.dumps({"value": value, "error": error, "seconds": seconds}))
-        control.set(f"{number}/{rank}", "failed" if error else "done")
-        alive = all(control.get(f"{number}/{other}") == b"done" for other in range(call.world_size))
-        if not alive:
-            _end_world()
-    if alive:
+        control.set(f"{number}/{rank}", "done")
+        control.wait([f"{number}/{other}" for other in range(call.world_size)])
         _end_world()
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests import runs
+from tests import forked, runs
 
 EPOCHS = 3
 WARM_UP = 2  # steps in which TorchRec, fbgemm and DDP make index tensors, counters and buckets once
@@ -51,7 +51,8 @@ def job(request: pytest.FixtureRequest, tiny: Path) -> Job:
     train = ["train", "--config", "tiny.yaml", "--training.epochs", str(EPOCHS)]
     commands = [[*train, "--device", device, "--output", name] for device, name in names.items()]
     (tiny / "commands.json").write_text(json.dumps(commands))
-    done = runs.launch([PROGRAM, "commands.json"], ranks=ranks if ranks > 1 else None, folder=tiny)
+    program = [PROGRAM, "commands.json"]
+    done = forked.run_program(program, ranks=ranks if ranks > 1 else None, folder=tiny, timeout=runs.TIMEOUT)
     assert done.returncode == 0, done.stderr[-6000:]
     for rank in range(ranks):
         for code, _, err in json.loads((tiny / f"outcomes-{rank}.json").read_text()):
@@ -90,3 +91,15 @@ def test_the_docs_list_every_line_that_waits(job: Job) -> None:
     listed = set(re.findall(r"`((?:torchrec|fbgemm_gpu)/[\w/]+\.py:\d+)`", DOCS.read_text()))
     waiting = {sync.partition(" at ")[2].partition(" in ")[0] for sync in job.step_syncs()}
     assert waiting - listed == set()
+
+
+@pytest.mark.parametrize("job", [2], indirect=True, ids=["two ranks"])
+def test_the_docs_count_the_waits_of_a_step(job: Job) -> None:
+    found: Counter[str] = Counter()
+    for sync, count in job.step_syncs().items():
+        found[sync.partition(" at ")[2].partition(" in ")[0]] += count
+    rows = re.findall(r"^\| `([\w/]+\.py:\d+)` \| (\d+) \| (\d+) \|", DOCS.read_text(), re.MULTILINE)
+    assert len(rows) == 9
+    steps = EPOCHS * (runs.STEPS_PER_EPOCH - 1)
+    expected = {line: int(times) * steps + int(first) * EPOCHS for line, times, first in rows}
+    assert {line: found[line] for line in expected} == expected

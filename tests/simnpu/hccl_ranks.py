@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 import turbogr_plugin.simnpu as simnpu
+from tests.simnpu import hccl_sizes
+from tests.simnpu.hccl_sizes import Group, refused
 
-Group = dist.ProcessGroup
 Case = Callable[[Group, torch.device], Any]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
@@ -226,7 +226,7 @@ def checkpoint(group: Group, device: torch.device) -> list[Tensor]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    folder = f"checkpoint-{device.type}-{group.size()}"
+    folder = f"checkpoint-{device.type}-{dist.get_process_group_ranks(group)}"  # the pairs save at the same time
     mesh = dist.device_mesh.DeviceMesh.from_group(group, device.type)
     whole = torch.arange(24.0).view(8, 3).to(device)
     state = {"table": distribute_tensor(whole, mesh, [Shard(0)]), "bias": whole[0] + 1}
@@ -297,17 +297,6 @@ def parts_that_are_not_contiguous(group: Group, device: torch.device) -> None:
     dist.all_gather_into_tensor(gathered.t()[:, :n].t(), x[:, 0][None], group=group)
     assert torch.equal(gathered[:n].cpu(), expected[:, 0].expand(n, 6)), gathered
     assert not gathered[n:].any(), gathered
-
-
-def unequal_parts(group: Group, device: torch.device) -> None:
-    n, rank = group.size(), group.rank()
-    gathered = [torch.empty(other, device=device) for other in range(n)]  # nothing from rank 0
-    dist.all_gather(gathered, torch.full((rank,), float(rank), device=device), group=group)
-    assert [part.tolist() for part in gathered] == [[float(other)] * other for other in range(n)]
-    received = [torch.empty(other, dtype=torch.int64, device=device) for other in range(n)]
-    sent = [torch.full((rank,), 10 * rank + other, device=device) for other in range(n)]
-    dist.all_to_all(received, sent, group=group)
-    assert [part.tolist() for part in received] == [[10 * other + rank] * other for other in range(n)]
 
 
 def objects(group: Group, device: torch.device) -> None:
@@ -414,24 +403,19 @@ def _barrier_on(device: torch.device) -> Any:
 
 def what_hccl_lacks_is_refused(group: Group, device: torch.device) -> None:
     x = torch.ones(4, dtype=torch.int32, device=device)
-    _refused(lambda: dist.all_reduce(x, op=ReduceOp.BAND, group=group), "HCCL has SUM, AVG, PRODUCT, MIN and MAX")
-    _refused(lambda: dist.all_gather_into_tensor(torch.empty(3, device=device), x.float(), group=group), "must have")
-    _refused(lambda: dist.reduce_scatter_tensor(torch.empty(3, device=device), x.float(), group=group), "must have")
+    refused(lambda: dist.all_reduce(x, op=ReduceOp.BAND, group=group), "HCCL has SUM, AVG, PRODUCT, MIN and MAX")
+    refused(lambda: dist.all_gather_into_tensor(torch.empty(3, device=device), x.float(), group=group), "must have")
+    refused(lambda: dist.reduce_scatter_tensor(torch.empty(3, device=device), x.float(), group=group), "must have")
     elsewhere = torch.ones(4, device=torch.device("npu", (device.index + 1) % 4))
-    _refused(lambda: dist.all_reduce_coalesced([x.float(), elsewhere], group=group), "on one device")
-    _refused(lambda: dist.recv(x, group=group), "does not support recv")
+    refused(lambda: dist.all_reduce_coalesced([x.float(), elsewhere], group=group), "on one device")
+    refused(lambda: dist.recv(x, group=group), "does not support recv")
     dist.all_reduce(x, group=group)  # and nobody hangs afterwards
-
-
-def _refused(call: Callable[[], Any], text: str) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=text):
-        call()
 
 
 NPU_ONLY: dict[str, Callable[[Group, torch.device], None]] = {
     "int16 is summed and integers are averaged": int16_sum_and_integer_average,
     "parts that are not contiguous": parts_that_are_not_contiguous,
-    "parts of unequal sizes": unequal_parts,
+    **hccl_sizes.CASES,
     "objects": objects,
     "a use without wait is found": no_wait_is_found,
     "overwriting an input without wait is found": overwriting_an_input_is_found,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import runs
+from tests import forked
 from tests.simnpu import hccl_ranks
 
 RANKS = 4
@@ -20,7 +20,7 @@ RANKS = 4
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank: what went wrong, by case."""
     folder = tmp_path_factory.mktemp("hccl")
-    done = runs.launch([str(Path(hccl_ranks.__file__))], ranks=RANKS, folder=folder, timeout=600)
+    done = forked.run_program([str(Path(hccl_ranks.__file__))], ranks=RANKS, folder=folder, timeout=600)
     assert done.returncode == 0, done.stderr[-8000:]
     return [json.loads((folder / f"outcomes-{rank}.json").read_text()) for rank in range(RANKS)]
 

@@ -1,25 +1,19 @@
-"""Loading: what it refuses, what it leaves alone, how it is built. Each case is a process of its own."""
+"""Loading: what it refuses, what it leaves alone, how it is built. Most cases are processes of their own."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests import forked
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+
+def python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(code)
+    return forked.run_program(["program.py"], ranks=None, folder=folder, timeout=60, environment=environment)
 
 
 def test_loading_again_keeps_the_device_and_sets_the_policy(npu: ModuleType) -> None:
@@ -48,7 +42,7 @@ def test_arguments_out_of_range_are_refused(npu: ModuleType, arguments: dict[str
         npu.load(**arguments)
 
 
-def test_a_process_with_torch_npu_is_refused_and_nothing_is_changed() -> None:
+def test_a_process_with_torch_npu_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     done = python(
         "import sys, types, torch; sys.modules['torch_npu'] = types.ModuleType('torch_npu')\n"
         "from turbogr_plugin import simnpu\n"
@@ -59,7 +53,8 @@ def test_a_process_with_torch_npu_is_refused_and_nothing_is_changed() -> None:
         "except RuntimeError as error: print(error)\n"
         "torch.utils.rename_privateuse1_backend('other'); del sys.modules['torch_npu']\n"
         "try: simnpu.load()\n"
-        "except RuntimeError as error: print(error)\n"
+        "except RuntimeError as error: print(error)\n",
+        tmp_path,
     )
     first, state, unloaded, other = done.stdout.splitlines()
     assert first.startswith("torch_npu is imported in this process")
@@ -68,7 +63,7 @@ def test_a_process_with_torch_npu_is_refused_and_nothing_is_changed() -> None:
     assert "this process has the backend 'other' already" in other
 
 
-def test_devices_and_memory_are_as_many_as_asked_for() -> None:
+def test_devices_and_memory_are_as_many_as_asked_for(tmp_path: Path) -> None:
     done = python(
         "import torch, time; from turbogr_plugin import simnpu\n"
         "start = time.perf_counter(); simnpu.load(devices=2, memory=1 << 20); print(time.perf_counter() - start)\n"
@@ -76,7 +71,8 @@ def test_devices_and_memory_are_as_many_as_asked_for() -> None:
         "kept = torch.ones(200_000, device='npu')\n"
         "try: torch.ones(200_000, device='npu')\n"
         "except torch.OutOfMemoryError as error: print(error)\n"
-        "del kept; print(torch.ones(150_000, device='npu').sum().item())\n"
+        "del kept; print(torch.ones(150_000, device='npu').sum().item())\n",
+        tmp_path,
     )
     seconds, devices, error, value = done.stdout.splitlines()
     assert devices == "2 (1048576, 1048576)"
@@ -87,7 +83,10 @@ def test_devices_and_memory_are_as_many_as_asked_for() -> None:
 
 def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path) -> None:
     done = python(
-        "from turbogr_plugin import simnpu\nsimnpu.load()", CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path)
+        "from turbogr_plugin import simnpu\nsimnpu.load()",
+        tmp_path,
+        CXX="no-such-compiler",
+        TORCH_EXTENSIONS_DIR=str(tmp_path),
     )
     assert done.returncode == 1
     assert "the compiler 'no-such-compiler' is not there" in done.stderr.splitlines()[-1]
@@ -96,15 +95,16 @@ def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path) -> 
 def test_without_a_folder_for_the_build_the_message_says_how_to_name_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = python(
-        "from turbogr_plugin import simnpu\nsimnpu.load()", TORCH_EXTENSIONS_DIR=str(tmp_path / "file/folder")
+        "from turbogr_plugin import simnpu\nsimnpu.load()", tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path / "file/folder")
     )
     assert done.returncode == 1
     assert "set TORCH_EXTENSIONS_DIR to a folder that can be written" in done.stderr.splitlines()[-1]
 
 
-def test_a_process_that_has_run_a_backward_pass_is_told_so_and_not_left_to_an_internal_assertion() -> None:
+def test_a_process_that_has_run_a_backward_pass_is_told_so_without_an_internal_assertion(tmp_path: Path) -> None:
     done = python(
-        "import torch; torch.ones(1, requires_grad=True).backward()\nfrom turbogr_plugin import simnpu\nsimnpu.load()"
+        "import torch; torch.ones(1, requires_grad=True).backward()\nfrom turbogr_plugin import simnpu\nsimnpu.load()",
+        tmp_path,
     )
     assert done.returncode == 1
     assert "a backward pass has run in this process" in done.stderr.splitlines()[-1]

@@ -10,7 +10,6 @@ import datetime
 import errno
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
@@ -37,6 +36,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.distributed.types import ShardingEnv
 
+from tests import forked
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.training import safetensors_storage
 from turbogr_plugin.training.checkpoints import (
@@ -417,7 +417,7 @@ def _rank_main(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], list[int | None]]:
     folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     processes = [context.Process(target=_rank_main, args=(rank, folder)) for rank in range(2)]
     for process in processes:
         process.start()

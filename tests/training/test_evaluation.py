@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from tests import forked
 from turbogr_plugin.backend.rank_exchange import RankExchange
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.training.evaluation import EvaluationQueries, evaluate, top_k
@@ -329,7 +330,8 @@ def run_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def told_by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    start_processes(run_rank, args=(str(folder),), nprocs=3, daemon=True, start_method="spawn")
+    forked.context()  # the server that the next line forks from
+    start_processes(run_rank, args=(str(folder),), nprocs=3, daemon=True, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(3)]
 
 

@@ -6,7 +6,6 @@ One group of two processes runs all cases (starting a process costs seconds of i
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 import traceback
@@ -30,6 +29,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests import forked
 from tests.data.small_store import random_sequences, write_small_store
 from turbogr_plugin.backend.collectives import on_first_rank, process_group
 from turbogr_plugin.data.batch import ITEM, NEGATIVE, SequenceBatch, collate_sequences
@@ -311,7 +311,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     processes = [context.Process(target=_rank_main, args=(rank, folder, port)) for rank in range(WORLD_SIZE)]
     for process in processes:
         process.start()

@@ -51,3 +51,14 @@ def test_validations_and_the_test_agree(tiny: Path) -> None:
     for name in ("best_epoch", "best_step", "epochs", "steps", "stopped_early", "test_users", "store"):
         assert one_metrics[name] == two_metrics[name], name
     assert one_metrics["test"]["filtered"] == pytest.approx(two_metrics["test"]["filtered"], rel=1e-3)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_summary_tells_which_kernels_ran_and_why_no_faster_ones(tiny: Path) -> None:
+    (attention,) = runs.metrics(tiny / "one")["kernels"]["jagged_attention"]
+    if attention["implementation"] == "cpu":
+        assert attention["passed_over"] == {}
+        assert attention["details"]["vectors"]
+    else:
+        assert attention["implementation"] == "reference"
+        assert attention["passed_over"]["cpu"]

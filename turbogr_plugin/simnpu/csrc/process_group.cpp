@@ -9,6 +9,7 @@
 // the collectives of two groups in different orders wait for each other here, while HCCL may get through. ReduceOps and
 // receive-from-any that HCCL lacks are refused.
 #include "process_group.h"
+#include "process_group_agreement.h"
 #include "process_group_work.h"
 #include "simnpu.h"
 
@@ -153,6 +154,13 @@ class HcclOverGloo : public c10d::Backend {
     check_lists("reduce_scatter", inputs.size(), outputs.size());
     check_reduction(options.reduceOp);
     const auto sent = flattened(inputs);
+    check_lists("reduce_scatter", sent.size(), outputs.size() * size_);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const auto chunks = of_ranks(sent, i);
+      check_dtypes("reduce_scatter", chunks, outputs[i]);
+      agree(*gloo_, OpType::REDUCE_SCATTER, outputs[i], element_counts(chunks),
+            std::vector<int64_t>(size_, outputs[i].numel()), outputs.size(), options.timeout);
+    }
     return run("hccl::reduce_scatter", OpType::REDUCE_SCATTER, sent, outputs, [&](Tensors& from, Tensors& to) {
       for (size_t i = 0; i < to.size(); ++i) {
         reduce_chunks(of_ranks(from, i), to[i], options);
@@ -170,6 +178,7 @@ class HcclOverGloo : public c10d::Backend {
     check_lists("reduce_scatter_tensor", inputs.size(), outputs.size());
     check_reduction(options.reduceOp);
     for (size_t i = 0; i < inputs.size(); ++i) {
+      check_dtypes("reduce_scatter_tensor", {inputs[i]}, outputs[i]);
       TORCH_CHECK_VALUE(
           inputs[i].numel() == outputs[i].numel() * size_, "hccl reduce_scatter_tensor: the input has ",
           inputs[i].numel(), " elements; with ", size_, " ranks and an output of ", outputs[i].numel(),
@@ -193,9 +202,12 @@ class HcclOverGloo : public c10d::Backend {
         ", the input is ", input.scalar_type());
     c10d::checkSplitSizes(output_splits, output, size_);
     c10d::checkSplitSizes(input_splits, input, size_);
+    agree(*gloo_, OpType::ALLTOALL_BASE, input, split_lengths(input, input_splits, 1),
+          split_lengths(output, output_splits, 1), 1, options.timeout);
     return run("hccl::all_to_all_single", OpType::ALLTOALL_BASE, {input}, {output}, [&](Tensors& from, Tensors& to) {
       auto received = bytes(to[0]), sent = bytes(from[0]);
-      auto to_lengths = row_splits(to[0], output_splits), from_lengths = row_splits(from[0], input_splits);
+      auto to_lengths = split_lengths(to[0], output_splits, static_cast<int64_t>(to[0].element_size()));
+      auto from_lengths = split_lengths(from[0], input_splits, static_cast<int64_t>(from[0].element_size()));
       finish(gloo_->alltoall_base(received, sent, to_lengths, from_lengths, options));
     });
   }
@@ -203,6 +215,9 @@ class HcclOverGloo : public c10d::Backend {
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     check_lists("all_to_all", outputs.size(), size_);
     check_lists("all_to_all", inputs.size(), size_);
+    check_dtypes("all_to_all", outputs, inputs[0]);
+    check_dtypes("all_to_all", inputs, inputs[0]);
+    agree(*gloo_, OpType::ALLTOALL, inputs[0], element_counts(inputs), element_counts(outputs), 1, options.timeout);
     return run("hccl::all_to_all", OpType::ALLTOALL, inputs, outputs, [&](Tensors& from, Tensors& to) {
       auto sent = joined_bytes(from), received = at::empty_like(joined_bytes(to));
       auto to_lengths = byte_lengths(to), from_lengths = byte_lengths(from);
@@ -275,6 +290,14 @@ class HcclOverGloo : public c10d::Backend {
 
   static void check_lists(const char* name, size_t got, size_t expected) {
     TORCH_CHECK_VALUE(got == expected, "hccl ", name, ": got ", got, " lists of tensors, ", expected, " are needed");
+  }
+
+  static void check_dtypes(const char* name, const Tensors& tensors, const Tensor& other) {
+    for (const auto& tensor : tensors) {
+      TORCH_CHECK_TYPE(
+          tensor.scalar_type() == other.scalar_type(), "hccl ", name, ": got tensors of ", tensor.scalar_type(),
+          " and ", other.scalar_type());
+    }
   }
 
   static void check_reduction(const ReduceOp& op) {
@@ -368,6 +391,12 @@ class HcclOverGloo : public c10d::Backend {
   // `outputs` are those of the first input for each rank, then those of the second, and so on.
   WorkPtr gather_all(OpType type, const Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
     check_lists("allgather", outputs.size(), inputs.size() * size_);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const auto parts = of_ranks(outputs, i);
+      check_dtypes("allgather", parts, inputs[i]);
+      agree(*gloo_, type, inputs[i], std::vector<int64_t>(size_, inputs[i].numel()), element_counts(parts),
+            inputs.size(), options.timeout);
+    }
     return run("hccl::allgather", type, inputs, outputs, [&](Tensors& from, Tensors& to) {
       for (size_t i = 0; i < from.size(); ++i) {
         auto parts = of_ranks(to, i);
@@ -394,29 +423,20 @@ class HcclOverGloo : public c10d::Backend {
   }
 
   void gather_parts(const Tensor& from, Tensors& parts, const c10d::AllgatherOptions& options) {
-    const auto lengths = byte_lengths(parts);
-    TORCH_CHECK_VALUE(
-        lengths[rank_] == static_cast<int64_t>(from.nbytes()), "hccl allgather: the output of rank ", rank_, " has ",
-        lengths[rank_], " bytes, its input ", from.nbytes());
-    const bool even = std::all_of(lengths.begin(), lengths.end(), [&](int64_t length) { return length == lengths[0]; });
-    if (even) {
-      auto sent = bytes(from), received = at::empty({lengths[0] * size_}, sent.options());
-      if (lengths[0] > 0) finish(gloo_->_allgather_base(received, sent, options));
+    if (all_equal(parts)) {
+      auto sent = bytes(from), received = at::empty({sent.numel() * size_}, sent.options());
+      if (sent.numel() > 0) finish(gloo_->_allgather_base(received, sent, options));
       split_bytes(received, parts);
       return;
     }
     bytes(parts[rank_]).copy_(bytes(from));
-    for (int root = 0; root < size_; ++root) broadcast_bytes(parts[root], root, options.timeout);
+    for (int root = 0; root < size_; ++root) {
+      if (parts[root].numel() > 0) broadcast_bytes(parts[root], root, options.timeout);
+    }
   }
 
   void reduce_chunks(Tensors chunks, Tensor& output, const c10d::ReduceScatterOptions& options) {
-    TORCH_CHECK_VALUE(
-        static_cast<int64_t>(chunks.size()) == size_ && chunks[rank_].numel() == output.numel() &&
-            chunks[rank_].scalar_type() == output.scalar_type(),
-        "hccl reduce_scatter: the chunk of rank ", rank_, " has ", chunks[rank_].numel(), " elements of ",
-        chunks[rank_].scalar_type(), ", its output ", output.numel(), " of ", output.scalar_type());
-    const bool even = std::all_of(
-        chunks.begin(), chunks.end(), [&](const Tensor& chunk) { return chunk.numel() == chunks[0].numel(); });
+    const bool even = all_equal(chunks);
     for (auto& chunk : chunks) chunk = chunk.reshape(-1);
     auto joined = at::cat(chunks);
     if (joined.numel() == 0) return;
@@ -434,9 +454,10 @@ class HcclOverGloo : public c10d::Backend {
     flat.copy_(joined.narrow(0, begin, output.numel()));
   }
 
-  std::vector<int64_t> row_splits(const Tensor& tensor, const std::vector<int64_t>& splits) const {
-    const auto rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-    const auto row = rows == 0 ? 0 : static_cast<int64_t>(tensor.nbytes()) / rows;
+  // What `splits` rows, or an equal share where there are none, are in units of which an element has `units`.
+  std::vector<int64_t> split_lengths(const Tensor& tensor, const std::vector<int64_t>& splits, int64_t units) const {
+    const auto rows = tensor.size(0);
+    const auto row = rows == 0 ? 0 : tensor.numel() / rows * units;
     std::vector<int64_t> lengths(size_, row * (rows / size_));
     for (size_t i = 0; i < splits.size(); ++i) lengths[i] = row * splits[i];
     return lengths;
