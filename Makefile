@@ -1,6 +1,8 @@
 # make train   trains the demo, MovieLens-100K on two ranks of this machine, from nothing installed
 # make test    runs the tests            make test-full  runs the long matrices, too
 # make check   lint, format and types    make bench      runs the benchmarks
+# make sanitize   runs the C++ kernels under AddressSanitizer
+# make ascend  compiles the Triton kernels for Ascend and runs them on this machine, in .venv-ascend
 # make venv    installs into .venv       make clean      removes what was installed and built, never runs/
 #
 # PYTHON chooses the interpreter (3.10 to 3.13) the environment is made from.
@@ -11,9 +13,11 @@ BIN := $(VENV)/bin
 # Inside the environment, so that removing .venv removes it too. Written last: an interrupted install is done again.
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BENCHMARKS ?= quality prepare
+ASCEND := .venv-ascend
+ASCEND_PIP := $(ASCEND)/bin/python -m pip --disable-pip-version-check
+BENCHMARKS ?= quality prepare attention
 
-.PHONY: train test test-full check venv bench clean
+.PHONY: train test test-full check sanitize ascend venv bench clean
 .DEFAULT_GOAL := train
 
 # The job's log is the product here, so it goes to stdout; TorchX writes it to stderr.
@@ -31,6 +35,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p turbogr_plugin
 
+sanitize: $(INSTALLED)
+	$(BIN)/python -m tests.kernels.cpu.sanitized
+
+ascend: $(ASCEND)/.installed
+	$(ASCEND)/bin/python -m tests.ascend
+
 bench: $(INSTALLED)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
 
@@ -45,7 +55,16 @@ $(INSTALLED): pyproject.toml requirements-cpu.txt packaging/fbgemm-gpu-shim/pypr
 	$(PIP) install --no-deps recbole==1.2.1
 	touch $@
 
+# A CUDA build of torch brings a Triton of its own, whose files triton-ascend would share.
+$(ASCEND)/.installed: requirements-ascend.txt packaging/ascend-llvm.sh
+	test -x $(ASCEND)/bin/python || $(PYTHON) -m venv $(ASCEND)
+	$(ASCEND_PIP) install -r requirements-ascend.txt
+	if $(ASCEND_PIP) show -q triton 2> /dev/null; then $(ASCEND_PIP) uninstall -q -y triton && \
+	  $(ASCEND_PIP) install --force-reinstall --no-deps triton-ascend==3.2.0; fi
+	packaging/ascend-llvm.sh $(ASCEND)/llvm
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-recbole build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-recbole $(ASCEND) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf packaging/*/build packaging/*/*.egg-info *.egg-info
 	find turbogr_plugin tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -78,15 +78,41 @@ class Timing:
     upper: float
     """Third quartile."""
     runs: int
+    seconds: tuple[float, ...] = ()
+    """All of them, in the order of the turns."""
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
         """Median and quartiles of the runs, of which there is at least one."""
-        lower, median, upper = np.quantile(seconds, [0.25, 0.5, 0.75])
-        return cls(float(median), float(lower), float(upper), len(seconds))
+        return cls(*_quartiles(seconds), len(seconds), tuple(seconds))
 
     def __str__(self) -> str:
         return f"{self.median:.4g} s [{self.lower:.4g} .. {self.upper:.4g}, {self.runs} runs]"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio that was taken turn by turn, so that a slow minute hits both of its sides."""
+
+    median: float
+    lower: float
+    """First quartile."""
+    upper: float
+    """Third quartile."""
+
+    @classmethod
+    def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
+        """Median and quartiles of the quotients of the turns."""
+        return cls(*_quartiles([above / below for above, below in zip(over, under, strict=True)]))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.lower:.3g} .. {self.upper:.3g}]"
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """(median, first quartile, third quartile)."""
+    lower, median, upper = np.quantile(values, [0.25, 0.5, 0.75])
+    return float(median), float(lower), float(upper)
 
 
 def take_turns(

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import runs
 from turbogr_plugin import doctor, registration
 from turbogr_plugin.backend.adaptation import Outcome
 from turbogr_plugin.kernels.reached_operators import REACHED
+from turbogr_plugin.kernels.usual_calls import usual_calls
 
 
 @pytest.fixture
@@ -66,6 +68,17 @@ def test_json_holds_the_choice_for_every_operator_and_device_type() -> None:
     }
     one = report["operators"]["TorchRec"]["fbgemm::invert_permute"]
     assert one == {"npu": "ours (kernels/fbgemm_permute.py)", "cuda": "none: raises", "cpu": "fbgemm's"}
+
+
+def test_json_and_text_tell_who_serves_this_packages_operators(outcome: runs.Outcome) -> None:
+    kernels = json.loads(runs.run_here("doctor", "--json").out)["kernels"]
+    assert set(kernels["cpu"]) == set(usual_calls(torch.device("cpu")))
+    for choice in kernels["cpu"].values():
+        assert set(choice) == {"implementation", "details", "passed_over"}
+        assert choice["implementation"] == "cpu" or choice["passed_over"]["cpu"]
+    assert "which implementation a usual call of this package's operators takes here" in outcome.out
+    for name in kernels["cpu"]:
+        assert name in outcome.out
 
 
 @pytest.mark.parametrize(

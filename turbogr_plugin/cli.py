@@ -1,4 +1,4 @@
-"""The `turbogr` command: prepare, synthesize, train, evaluate, recommend, info, dryrun, doctor.
+"""The `turbogr` command: prepare, synthesize, train, evaluate, recommend, info, dryrun, doctor, build.
 
 Exit codes: 0 done, 2 bad input (one message on stderr), 1 anything else (with its traceback), and where dryrun or
 doctor have found what would fail. Heavy imports happen inside the commands.
@@ -223,6 +223,27 @@ def _doctor(arguments: Sequence[str]) -> int:
     return 1 if diagnosis.problems else 0
 
 
+def _build(arguments: Sequence[str]) -> None:
+    """Build the C++ kernels now, which are otherwise built when they are first used."""
+    from turbogr_plugin.kernels.cpu import build
+
+    parser = ArgumentParser(prog="turbogr build", description=_build.__doc__, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("families", type=str, nargs="*", help="Operator families (all)", metavar="FAMILY")
+    known = build.families()
+    families = parser.parse_args(arguments).families or known
+    for family in families:
+        if family not in known:
+            raise InputError(f"FAMILY must be one of {', '.join(known)}, got {family!r}")
+    for family in families:
+        start = time.monotonic()
+        try:
+            build.load(family)
+        except RuntimeError as error:
+            raise InputError(str(error)) from error
+        print(f"{family}: ready after {time.monotonic() - start:.0f} s", flush=True)
+    print("\n".join(f"{name}: {path}" for name, path in build.describe().items()))
+
+
 def _metric_lines(name: str, metrics: dict[str, dict[str, float]]) -> list[str]:
     lines = []
     for kind, label in (("filtered", "seen items filtered"), ("unfiltered", "unfiltered")):
@@ -240,6 +261,7 @@ COMMANDS: dict[str, Command] = {
     "info": _info,
     "dryrun": _dryrun,
     "doctor": _doctor,
+    "build": _build,
 }
 
 

@@ -1,4 +1,4 @@
-"""What `turbogr doctor` prints: what is installed, what fits what, and which kernels TorchRec's operators get.
+"""What `turbogr doctor` prints: what is installed, what fits what, and which kernels TorchRec's operators and ours get.
 
 It looks and changes nothing on disk. Each finding is "ok", "absent" (needed elsewhere, nothing wrong) or "problem".
 
@@ -47,6 +47,8 @@ class Diagnosis:
 
     findings: list[Finding]
     operators: Operators = field(default_factory=dict)
+    kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By device type and operator of this package: implementation, details and who was passed over."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -60,6 +62,7 @@ class Diagnosis:
             "findings": [asdict(finding) for finding in self.findings],
             "versions": installed_versions(),
             "operators": self.operators,
+            "kernels": self.kernels,
         }
 
     def lines(self, *, every_operator: bool = False) -> list[str]:
@@ -75,6 +78,7 @@ class Diagnosis:
         if self.operators:
             lines += ["", "which implementation an operator of fbgemm gets here (--operators lists them one by one)"]
             lines += _every_operator(self.operators) if every_operator else _summary(self.operators)
+        lines += _kernel_lines(self.kernels) if self.kernels else []
         problems = len(self.problems)
         return [*lines, "", f"{problems} problem{'s' * (problems != 1)}" if problems else "everything fits"]
 
@@ -86,7 +90,7 @@ def diagnose() -> Diagnosis:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # or torch cannot be imported, and the rest not looked at
     try:
         findings += [*_compiler(), *_accelerator(), *_registration()]
-        return Diagnosis(findings, _operators())
+        return Diagnosis(findings, _operators(), _kernels())
     except Exception as error:  # a broken installation raises anything, and the other findings tell why
         return Diagnosis([*findings, Finding("import", "problem", f"{type(error).__name__}: {error}")])
 
@@ -173,7 +177,7 @@ def _registration() -> Iterator[Finding]:
 
 
 def _operators() -> Operators:
-    from turbogr_plugin.kernels.explain import DEVICE_TYPES, explain_operator
+    from turbogr_plugin.kernels.explain_operator import DEVICE_TYPES, explain_operator
     from turbogr_plugin.kernels.reached_operators import REACHED
 
     return {
@@ -182,6 +186,47 @@ def _operators() -> Operators:
         }
         for group, names in REACHED.items()
     }
+
+
+def _kernels() -> Mapping[str, Mapping[str, Any]]:
+    import torch
+
+    from turbogr_plugin.kernels.dispatch import explain
+    from turbogr_plugin.kernels.usual_calls import usual_calls
+
+    devices = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        devices.append(accelerator)
+    return {
+        device.type: {
+            name: {
+                "implementation": (choice := explain(call)).implementation,
+                "details": dict(choice.details),
+                "passed_over": dict(choice.passed_over),
+            }
+            for name, call in usual_calls(device).items()
+        }
+        for device in devices
+    }
+
+
+def _kernel_lines(kernels: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Operators that take the same implementation for the same reasons stand together."""
+    lines = ["", "which implementation a usual call of this package's operators takes here"]
+    for device, choices in kernels.items():
+        alike: dict[str, list[str]] = {}
+        for name, choice in choices.items():
+            how = ", ".join(f"{what} {value}" for what, value in choice["details"].items())
+            text = choice["implementation"] + (f" ({how})" if how else "")
+            text += "".join(f"; not {other}: {reason}" for other, reason in choice["passed_over"].items())
+            alike.setdefault(text, []).append(name)
+        for text, names in alike.items():
+            head = f"    {device:<5} "
+            told = f"{text}: {', '.join(names)}"
+            lines += wrap(told, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    return lines
 
 
 def _summary(operators: Operators) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turbogr_plugin.kernels.offsets import lengths_to_offsets
-from turbogr_plugin.kernels.relative_bias import query_times, time_buckets
+from turbogr_plugin.kernels.relative_bias import bucket_numbers, query_times, time_borders, time_buckets
 
 
 def test_buckets_are_the_floor_of_the_published_logarithm() -> None:
@@ -48,3 +48,37 @@ def test_queries_stand_at_their_own_or_the_next_event_of_their_row(lengths: list
 def test_an_unknown_convention_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'own', 'next'.*'last'"):
         query_times(torch.tensor([1]), torch.tensor([0, 1]), "last")  # type: ignore[arg-type]
+
+
+GAPS = torch.cat(
+    [
+        torch.arange(100_000),
+        torch.randint(0, 2**62, (20_000,), generator=torch.Generator().manual_seed(0)),
+        torch.tensor([2**63 - 1]),
+    ]
+)
+
+
+@pytest.mark.parametrize("entries", [1, 2, 5, 32, 128, 400])
+def test_the_borders_are_those_of_the_published_buckets_bit_for_bit(entries: int) -> None:
+    borders = time_borders(entries)
+    assert borders.shape == (entries - 1,)
+    assert borders.dtype == torch.float32
+    assert torch.equal(bucket_numbers(GAPS, borders), time_buckets(GAPS, entries))
+    assert torch.equal(bucket_numbers(-GAPS, borders), time_buckets(GAPS, entries))
+    reached = borders[borders.isfinite()]
+    below = (reached.view(torch.int32) - 1).view(torch.float32)  # the float before each border is of the bucket before
+    logs = torch.stack([below, reached]).log().div(0.301).long().clamp(max=entries - 1)
+    bucket = torch.arange(1, len(reached) + 1)
+    assert torch.equal(logs, torch.stack([bucket - 1, bucket]))
+
+
+def test_the_borders_are_found_once() -> None:
+    assert time_borders(64) is time_borders(64)
+
+
+def test_any_borders_count_those_that_are_at_most_the_gap() -> None:
+    borders = torch.tensor([0.0, 5.0, 5.0, 2.0**24, torch.inf])
+    gaps = torch.tensor([[0, 4, 5], [-6, 2**24 + 1, -(2**40)]])
+    assert bucket_numbers(gaps, borders).tolist() == [[1, 1, 3], [3, 4, 4]]
+    assert bucket_numbers(gaps, torch.empty(0)).tolist() == [[0] * 3] * 2

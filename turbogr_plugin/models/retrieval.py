@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from turbogr_plugin.data.batch import ITEM, NEGATIVE, SequenceBatch
 from turbogr_plugin.errors import InputError
+from turbogr_plugin.kernels.jagged_select import last_tokens
 from turbogr_plugin.kernels.keyed_dropout import DropoutKey
 from turbogr_plugin.kernels.offsets import lengths_to_offsets, positions, row_ids
 from turbogr_plugin.kernels.relative_bias import query_times
@@ -67,10 +68,7 @@ class RetrievalHead(nn.Module):
         at = query_times(batch.times, batch.offsets, self._query_time)
         places = positions(batch.offsets, batch.tokens)
         encoded = self._encode(items, places, JaggedSequence(batch.offsets, batch.times, at, dropout_key=None))
-        if batch.tokens == 0:
-            return self._unit(encoded.new_zeros(batch.offsets.numel() - 1, items.shape[1]))
-        last, empty = (batch.offsets[1:] - 1).clamp(min=0), batch.offsets.diff() == 0
-        return self._unit(encoded[last].masked_fill(empty[:, None], 0))
+        return self._unit(last_tokens(encoded, batch.offsets))
 
     def _encode(self, items: Tensor, places: Tensor, sequence: JaggedSequence) -> Tensor:
         with torch.autocast(items.device.type, self._precision, enabled=self._precision != torch.float32):

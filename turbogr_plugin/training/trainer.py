@@ -26,6 +26,7 @@ from turbogr_plugin.backend.rank_exchange import RankExchange
 from turbogr_plugin.data.batch import SequenceBatch
 from turbogr_plugin.data.loader import TrainingSteps, training_batches
 from turbogr_plugin.errors import InputError
+from turbogr_plugin.kernels import dispatch
 from turbogr_plugin.training.checkpoints import (
     Checkpoint,
     find_checkpoint,
@@ -273,6 +274,7 @@ class Trainer:
             "versions": installed_versions(),
             "precision": self.config.training.precision,
             "matmul_precision": self.config.training.matmul_precision,
+            "kernels": dispatch.taken(),
             "store": provenance(self.config, self.session.store)["store"],
             "test_users": len(result.users),
             "validation": tested.validation,

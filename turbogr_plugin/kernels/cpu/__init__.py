@@ -1,0 +1,1 @@
+"""C++ implementations of the operator families, built on first use; build.py builds them, csrc/ holds the sources."""
