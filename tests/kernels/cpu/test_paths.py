@@ -28,8 +28,9 @@ from tests.kernels.attention_cases import assert_as_exact_as_reference
 from tests.kernels.cpu.attention_shapes import CASES
 from turbogr_plugin.kernels.cpu import build
 
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for case in CASES[2:12:3]:
+torch.set_num_threads(1)
+for dtype in (torch.float32, torch.bfloat16):
+    for case in (CASES[2], CASES[6], CASES[10]):
         assert_as_exact_as_reference(case, dtype, "cpu")
 with torch.backends.mkldnn.flags(enabled=False):
     without_onednn = build.describe()
@@ -58,11 +59,14 @@ def test_kernels_for_lesser_vectors_are_as_exact(capability: str) -> None:
     assert "packed" not in taken["bfloat16"]
 
 
-@pytest.mark.parametrize("isa", ["AVX512_CORE", "AVX2", "SSE41"])
+@pytest.mark.timeout(300)  # a process of its own
+@pytest.mark.parametrize(
+    "isa",
+    ["AVX512_CORE", pytest.param("AVX2", marks=pytest.mark.full), pytest.param("SSE41", marks=pytest.mark.full)],
+)
 def test_products_of_a_held_back_onednn_are_as_exact(isa: str) -> None:
     found = _paths_taken(ONEDNN_MAX_CPU_ISA=isa)
-    if isa != "AVX512_CORE":  # there oneDNN may still offer packed bf16, without the machine's instruction
-        assert "packed" not in found["with"]["bfloat16"]
+    assert "packed" not in found["with"]["bfloat16"]
     assert ("BLAS" in found["with"]["float32"]) == (isa == "SSE41")
     assert "packed" not in found["without"]["bfloat16"]
     assert "BLAS" in found["without"]["float32"]

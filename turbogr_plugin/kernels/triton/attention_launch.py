@@ -13,7 +13,7 @@ from torch import Tensor
 from turbogr_plugin.kernels.attention_call import AttentionCall
 from turbogr_plugin.kernels.triton import attention_layout as layout
 from turbogr_plugin.kernels.triton.targets import Target, current_target, dot_precision
-from turbogr_plugin.kernels.triton.tiles import Pass, Tile, attention_tile
+from turbogr_plugin.kernels.triton.tiles import Pass, Tile, attention_tile, cuda_options
 
 # A table gradient has one slot of sums per program. On CUDA two programs share a multiprocessor.
 _TABLE_PROGRAMS_PER_CORE = 2
@@ -33,10 +33,19 @@ class Launch:
         self.times = self.unused if call.timestamps is None else layout.split_times(call)
         self._position_tiles: dict[Tile, Tensor] = {}
 
+    @property
+    def largest_dim(self) -> int:
+        """The larger of the padded query/key and value dims."""
+        return max(layout.padded_dim(self.dim), layout.padded_dim(self.value_dim))
+
     def tile(self, kernel: Pass) -> Tile:
         """The tile shape of a kernel."""
-        largest = max(layout.padded_dim(self.dim), layout.padded_dim(self.value_dim))
-        return attention_tile(kernel, self.target, self.q.dtype, largest)
+        return attention_tile(kernel, self.target, self.q.dtype, self.largest_dim)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of the compiler, by name."""
+        return cuda_options(self.largest_dim) if not self.target.ascend else {}
 
     def grid(self, pieces: int) -> tuple[int]:
         """Programs for so many pieces of work: one each on CUDA, one per core on Ascend, where starting one is dear."""

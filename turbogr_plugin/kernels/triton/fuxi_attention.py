@@ -51,7 +51,13 @@ def forward(call: FuxiAttentionCall) -> Tensor:
     work = layout.work(launch.rows, tokens, tile.queries)
     arguments = launch.arguments(tile, work) | _temporal(call)
     forward_kernel[launch.grid(work.bound * heads)](
-        Out=out, scale=call.scale, bias_scale=call.bias_scale, BM=tile.queries, BN=tile.keys, **arguments
+        Out=out,
+        scale=call.scale,
+        bias_scale=call.bias_scale,
+        BM=tile.queries,
+        BN=tile.keys,
+        **arguments,
+        **launch.options,
     )
     return out
 
@@ -80,7 +86,7 @@ def backward(grad: Tensor, call: FuxiAttentionCall) -> tuple[Tensor, Tensor, Ten
     work = layout.work(launch.rows, launch.tokens, tile.queries)
     arguments = launch.arguments(tile, work) | _UNBIASED
     query_gradient_kernel[launch.grid(work.bound * launch.heads)](
-        DQ=dq, scale=call.scale, BM=tile.queries, BN=tile.keys, **given, **arguments
+        DQ=dq, scale=call.scale, BM=tile.queries, BN=tile.keys, **given, **arguments, **launch.options
     )
 
     tile = launch.tile("fuxi_key_value_gradient")
@@ -88,7 +94,7 @@ def backward(grad: Tensor, call: FuxiAttentionCall) -> tuple[Tensor, Tensor, Ten
     arguments = launch.arguments(tile, work) | _temporal(call)
     scales = {"scale": call.scale, "bias_scale": call.bias_scale}
     key_value_gradient_kernel[launch.grid(work.bound * launch.heads)](
-        DK=dk, DV=dv, BM=tile.queries, BN=tile.keys, **scales, **given, **arguments
+        DK=dk, DV=dv, BM=tile.queries, BN=tile.keys, **scales, **given, **arguments, **launch.options
     )
     time, position = _table_gradients(launch, given, call) if wanted else (None, None)
     return dq, dk, dv, time if call.time_gradient else None, position if call.position_gradient else None
@@ -109,7 +115,13 @@ def _table_gradients(launch: Launch, given: dict[str, Any], call: FuxiAttentionC
     position_sums = launch.unused.new_zeros(grid[0], groups, layout.position_slots(positions, tile.keys))
     of_biases = {name: arguments[name] for name in table_gradient_kernel.arg_names if name in arguments}
     table_gradient_kernel[grid](
-        TimeSums=time_sums, PositionSums=position_sums, groups=groups, BT=tile.keys, **given, **of_biases
+        TimeSums=time_sums,
+        PositionSums=position_sums,
+        groups=groups,
+        BT=tile.keys,
+        **given,
+        **of_biases,
+        **launch.options,
     )
     folded = layout.fold_positions(position_sums, positions, tile.keys)
     time = summed_like(table, time_sums[..., : table.shape[-1]] * call.bias_scale)

@@ -33,7 +33,7 @@ def forward(call: HSTUAttentionCall) -> Tensor:
     tile = launch.tile("forward")
     work = layout.work(launch.rows, launch.tokens, tile.queries)
     forward_kernel[launch.grid(work.bound * launch.heads)](
-        Out=out, scale=call.scale, BM=tile.queries, BN=tile.keys, **launch.arguments(tile, work)
+        Out=out, scale=call.scale, BM=tile.queries, BN=tile.keys, **launch.arguments(tile, work), **launch.options
     )
     return out
 
@@ -60,13 +60,26 @@ def backward(grad: Tensor, call: HSTUAttentionCall) -> tuple[Tensor, Tensor, Ten
     tile = launch.tile("query_gradient")
     work = layout.work(launch.rows, launch.tokens, tile.queries)
     kernels.query_gradient_kernel[launch.grid(work.bound * launch.heads)](
-        DQ=dq, scale=call.scale, BM=tile.queries, BN=tile.keys, **given, **launch.arguments(tile, work)
+        DQ=dq,
+        scale=call.scale,
+        BM=tile.queries,
+        BN=tile.keys,
+        **given,
+        **launch.arguments(tile, work),
+        **launch.options,
     )
 
     tile = launch.tile("key_value_gradient")
     work = layout.work(launch.rows, launch.tokens, tile.keys)
     kernels.key_value_gradient_kernel[launch.grid(work.bound * launch.heads)](
-        DK=dk, DV=dv, scale=call.scale, BM=tile.queries, BN=tile.keys, **given, **launch.arguments(tile, work)
+        DK=dk,
+        DV=dv,
+        scale=call.scale,
+        BM=tile.queries,
+        BN=tile.keys,
+        **given,
+        **launch.arguments(tile, work),
+        **launch.options,
     )
 
     if time_table is None and position_table is None:
@@ -94,7 +107,13 @@ def _table_gradients(
     time_sums = launch.unused.new_zeros(grid[0], groups, arguments["BUCKET_LANES"])
     position_sums = launch.unused.new_zeros(grid[0], groups, layout.position_slots(positions, tile.keys))
     table_gradient_kernel[grid](
-        TimeSums=time_sums, PositionSums=position_sums, groups=groups, BT=tile.keys, **given, **arguments
+        TimeSums=time_sums,
+        PositionSums=position_sums,
+        groups=groups,
+        BT=tile.keys,
+        **given,
+        **arguments,
+        **launch.options,
     )
     time = position = None
     if time_table is not None:
