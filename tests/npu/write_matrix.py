@@ -1,6 +1,6 @@
 """Runs the whole matrix and writes docs/npu_matrix.md from what it finds.
 
-    python -m tests.npu.write_matrix        takes about half an hour on two cores
+    python -m tests.npu.write_matrix        takes about half an hour on two quiet cores
 
 The page is written whatever the outcome: a case that does not hold is named in it. Exit code 1 if there is one.
 """
