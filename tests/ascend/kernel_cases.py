@@ -44,7 +44,8 @@ _FLOAT_TENSORS = {
 }
 # Both biases, every mask: the most that a kernel has to hold at once.
 _EVERYTHING = {"BUCKETS": 128, "BUCKET_LANES": 128, "POSITIONS": 1024, "TARGETS": True, "CONTEXT": True, "WINDOW": True}
-_FEWER = {
+# Other masks and biases.
+VARIANTS = {
     "plain": {"BUCKETS": 0, "BUCKET_LANES": 16, "POSITIONS": 0, "TARGETS": False, "CONTEXT": False, "WINDOW": False},
     "not causal": {"CAUSAL": False, "POSITIONS": 0},
     "decay": {"BUCKETS": 0, "BUCKET_LANES": 16},
@@ -90,7 +91,7 @@ def attention_cases() -> Iterator[Case]:
             for tile, dim in tiles.ascend_tiles(which, DTYPES[dtype]):
                 name = f"{which}-{dtype}-{tile.queries}x{tile.keys}-dim{dim}"
                 yield Case(name, attention_kernel(which, dtype, tile, dim))
-        for variant, constants in _FEWER.items():
+        for variant, constants in VARIANTS.items():
             if (variant == "decay") != which.startswith("fuxi") or (which, variant) == ("table_gradient", "plain"):
                 continue
             tile, dim = tiles.ascend_tiles(which, torch.bfloat16)[0]

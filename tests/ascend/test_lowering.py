@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from tests.ascend.kernel_cases import ATTENTION, DTYPES, SOCS, all_cases, attention_kernel
+from tests.ascend.kernel_cases import ATTENTION, DTYPES, SOCS, VARIANTS, all_cases, attention_kernel
 from tests.ascend.lowering import LoweringError, linalg_ir, scheduled_hivm
 from turbogr_plugin.kernels.triton import tiles
 
@@ -39,7 +39,7 @@ def test_a_tile_that_does_not_fit_is_an_error() -> None:
 
 
 def test_a_tile_that_fits_only_on_a_retry_is_an_error_though_the_compiler_returns_zero() -> None:
-    linalg = linalg_ir(attention_kernel("forward", "fp32", tiles.Tile(128, 64), 64))
+    linalg = linalg_ir(attention_kernel("query_gradient", "fp16", tiles.Tile(128, 64), 64, **VARIANTS["plain"]))
     with pytest.raises(LoweringError, match="ended with 0") as caught:
         scheduled_hivm(linalg, "Ascend910B3")
     assert "[NOTE]" in str(caught.value)

@@ -36,6 +36,7 @@ def _model(**changes: Any) -> tuple[HSTUConfig, HSTU]:
         {"query_time": "next"},
         {"time_buckets": 0},
         {"position_bias": False},
+        {"recompute": "projection"},
         {"heads": 1, "blocks": 1, "qk_dim": 1},
         P,
     ],
@@ -79,6 +80,25 @@ def test_outputs_and_parameter_gradients_equal_the_padded_model(changes: dict[st
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("recompute", ["norm", "projection"])
+def test_a_model_in_float32_stays_near_the_same_in_float64(recompute: str) -> None:
+    # The implementations of the operators are then others: those in C++ where they can be built.
+    _, exact = _model(**P, recompute=recompute)
+    _, model = _model(**P, recompute=recompute)
+    model.float()
+    offsets = lengths_to_offsets(torch.tensor([4, 9, 1]))
+    row, place = row_ids(offsets, 14), positions(offsets, 14)
+    times = torch.arange(14) * 1000
+    sequence = JaggedSequence(offsets, times, times, DropoutKey(3, 7, 100 + row, place))
+    tokens = torch.randn(14, SMALL["dim"], generator=torch.Generator().manual_seed(1))
+    found, expected = model(tokens, place, sequence), exact(tokens.double(), place, sequence)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    gradients = torch.autograd.grad(found.sum(), list(model.parameters()))
+    wanted = torch.autograd.grad(expected.sum(), list(exact.parameters()))
+    for got, want in zip(gradients, wanted, strict=True):
+        assert float((got - want).norm()) < 1e-4 * float(want.norm() + 1)
+
+
 def test_no_tokens_give_no_output_and_zero_gradients() -> None:
     _, model = _model(**P)
     empty = torch.empty(0, dtype=torch.int64)
@@ -118,6 +138,7 @@ def test_fields_given_override_the_named_size() -> None:
         ({"input_dropout": -0.1}, "model.input_dropout must be in"),
         ({"time_buckets": -1}, "model.time_buckets must be at least 0"),
         ({"query_time": "last"}, "model.query_time.*'last'"),
+        ({"recompute": "nothing"}, "model.recompute must be one of .*'nothing'"),
     ],
     ids=str,
 )

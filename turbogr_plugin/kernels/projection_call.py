@@ -7,8 +7,8 @@ exports
 
 and, of uvqk_projection,
 
-    forward(call) -> (u, v, q, k, projected)
-    backward(du, dv, dq, dk, projected, call) -> (dx, dweight, dbias, dnorm_weight, dnorm_bias)
+    forward(call) -> (u, v, q, k, kept)
+    backward(du, dv, dq, dk, kept, call) -> (dx, dweight, dbias, dnorm_weight, dnorm_bias)
 
 of output_projection
 
@@ -50,8 +50,8 @@ class UVQKProjectionCall(NamedTuple):
     """As in gated_norm_call.py, over whole rows."""
     eps: float
     recompute: Recompute = "norm"
-    """projection: `projected` is empty; norm: it has the shape [T, O] and holds the products before the activation, in
-    the dtype of weight and in an order of the implementation's own, for its backward."""
+    """projection: `kept` is empty; norm: it has the shape [T, O] and the dtype of weight and holds what the
+    implementation's own backward needs of the products."""
 
 
 class OutputProjectionCall(NamedTuple):

@@ -3,8 +3,8 @@
     u, v, q, k = split(SiLU(norm(x) W^T + b))
 
 (HSTU, Zhai et al. 2024.) The four parts are tensors of their own, as attention and gate read them; nothing is copied
-on the way, nor put together again in backward. The normalised rows are computed again in backward; the products before
-the activation are kept for it or, with recompute="projection", computed again too.
+on the way, nor put together again in backward. The normalised rows are computed again in backward; what it needs of the
+products, a number for each, is kept or, with recompute="projection", computed again too.
 
 Left out: keeping the normalised rows, for computing them again is a hundredth of the work; group norm.
 
@@ -73,7 +73,7 @@ def uvqk_projection(
         norm: layer or rms (see gated_norm).
         eps: at least 0.
         recompute: what backward computes again instead of keeping it: norm: the normalised rows; projection: the
-            products before the activation, too, which saves T * O numbers for a third more arithmetic.
+            products, too, which saves T * O numbers for a third more arithmetic.
         implementation: reference or cpu; None: the fastest that serves the call.
 
     Returns:

@@ -59,7 +59,8 @@ class HSTUConfig:
     "own: a query stands at the time of its own event; next: at that of the next one, where the request time is known."
     recompute: Recompute = "norm"
     """What backward computes again instead of keeping it: norm: the normalised tokens of a block; projection: u, v, q
-    and k before their activation, too: a fifth less memory for the activations of a block, a tenth more time."""
+    and k before their activation, too: a third less memory for what a block keeps, a third more work in its
+    projection."""
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:

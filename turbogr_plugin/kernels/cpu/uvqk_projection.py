@@ -18,21 +18,21 @@ def refuses(call: UVQKProjectionCall) -> str | None:
 
 
 def forward(call: UVQKProjectionCall) -> tuple[Tensor, ...]:
-    """u, v, q and k, and the products before the activation or an empty tensor."""
+    """u, v, q and k, and the slopes of the activation or an empty tensor."""
     parameters = (call.weight.contiguous(), *map(floats, (call.bias, call.norm_weight, call.norm_bias)))
     arguments = (contiguous_rows(call.x), *parameters, list(call.widths), call.norm != "rms", call.eps)
     return tuple(build.load(_FAMILY).forward(*arguments, call.recompute == "norm"))
 
 
 def backward(
-    du: Tensor, dv: Tensor, dq: Tensor, dk: Tensor, projected: Tensor, call: UVQKProjectionCall
+    du: Tensor, dv: Tensor, dq: Tensor, dk: Tensor, kept: Tensor, call: UVQKProjectionCall
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight, bias, norm_weight and norm_bias (None where there is none)."""
     grads = [grad.contiguous() for grad in (du, dv, dq, dk)]
-    kept = projected.contiguous() if call.recompute == "norm" else None
+    slopes = kept.contiguous() if call.recompute == "norm" else None
     parameters = (call.weight.contiguous(), *map(floats, (call.bias, call.norm_weight, call.norm_bias)))
     arguments = (contiguous_rows(call.x), *parameters, list(call.widths), call.norm != "rms", call.eps)
-    dx, dweight, dbias, dnorm = build.load(_FAMILY).backward(grads, kept, *arguments)
+    dx, dweight, dbias, dnorm = build.load(_FAMILY).backward(grads, slopes, *arguments)
     return (
         dx,
         dweight,

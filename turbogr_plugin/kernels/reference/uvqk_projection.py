@@ -23,13 +23,11 @@ def forward(call: UVQKProjectionCall) -> tuple[Tensor, ...]:
 
 
 def backward(
-    du: Tensor, dv: Tensor, dq: Tensor, dk: Tensor, projected: Tensor, call: UVQKProjectionCall
+    du: Tensor, dv: Tensor, dq: Tensor, dk: Tensor, kept: Tensor, call: UVQKProjectionCall
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight, bias, norm_weight and norm_bias (None where there is none)."""
     y, reciprocal = normalised(call.x, call.norm, call.eps)
-    if call.recompute == "projection":
-        projected = _projected(y, call)
-    wide = projected.to(y.dtype)
+    wide = (kept if call.recompute == "norm" else _projected(y, call)).to(y.dtype)
     sigmoid = torch.sigmoid(wide)
     # d SiLU(p) = sigmoid(p) (1 + p (1 - sigmoid(p)))
     slope = sigmoid * (1 + wide * (1 - sigmoid))

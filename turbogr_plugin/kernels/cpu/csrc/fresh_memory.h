@@ -66,7 +66,7 @@ class FreshArray {
 template <bool Write>
 inline void prefetch_rows(const float* row, int64_t stride, int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; r++, row += stride)
-    for (int64_t c = 0; c < width; c += 16) __builtin_prefetch(row + c, Write ? 1 : 0, 2);
+    for (int64_t c = 0; c < width; c += 16) __builtin_prefetch(row + c, Write ? 1 : 0, 3);
 }
 
 }  // namespace turbogr

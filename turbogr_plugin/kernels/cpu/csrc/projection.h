@@ -24,6 +24,7 @@ namespace turbogr {
 
 constexpr int64_t kTileTokens = 128;
 constexpr int64_t kTileColumns = 64;
+constexpr int64_t kGroupTiles = 4, kGroupInputs = 256;  // of the gradient of W that are computed together
 constexpr int64_t kChunkTiles = 8;  // tiles of tokens per chunk at least: 8 MiB of dY for 2048 outputs
 
 // Neighbouring outputs that are computed together; they belong to one part of the output.
@@ -131,6 +132,22 @@ inline void column_sums(const float* dy, int64_t count, float* sums) {
   }
 }
 
+// Adds a chunk's part of the gradient of W, transposed and tile by tile: A^T dY over the first `size` tiles of tokens. A
+// thread takes a few tiles of outputs and some rows of A^T at a time, so that both stay in the second-level cache.
+inline void weight_gradient(const std::vector<ColumnTile>& tiles, const Chunk& chunk, int64_t size, int64_t in, bool add, const FreshArray& dweight) {
+  const int64_t outputs = static_cast<int64_t>(tiles.size()), groups = (outputs + kGroupTiles - 1) / kGroupTiles;
+  const int64_t parts = (in + kGroupInputs - 1) / kGroupInputs, units = groups * parts;
+  take_turns(units, [&](auto&& next) {
+    for (int64_t unit = next(); unit < units; unit = next()) {
+      const int64_t first = unit / parts * kGroupTiles, i = unit % parts * kGroupInputs, rows = std::min(kGroupInputs, in - i);
+      for (int64_t block = 0; block < size; block++)
+        for (int64_t t = first; t < std::min(outputs, first + kGroupTiles); t++)
+          multiply(rows, tiles[t].padded(), kTileTokens, chunk.transposed(block) + i * kTileTokens, kTileTokens, chunk.dy(t, block), kTileColumns, &dweight[(t * in + i) * kTileColumns], kTileColumns, add || block > 0);
+    }
+    release_multiply(false);
+  });
+}
+
 // All gradients. A worker (held by pointer) has
 //   rows(first, count, a)              writes rows of A [count, in]
 //   expect(t, first, count)            is told, a product ahead, what it will read
@@ -155,6 +172,7 @@ void project_backward(const std::vector<ColumnTile>& tiles, const float* weight,
       float *a = (**buffers[at::get_thread_num()]).a, *da = (**buffers[at::get_thread_num()]).da;
       for (int64_t block = next(); block < size; block = next()) {
         const int64_t first = (start + block) * kTileTokens, count = std::min(kTileTokens, tokens - first), rows = round_up(count, 16);
+        worker.expect(0, first, count);
         worker.rows(first, count, a);
         std::fill(a + count * in, a + rows * in, 0.f);
         transpose(a, in, chunk.transposed(block), kTileTokens, count, in, kTileTokens);
@@ -171,12 +189,7 @@ void project_backward(const std::vector<ColumnTile>& tiles, const float* weight,
       }
       release_multiply(false);
     });
-    take_turns(outputs, [&](auto&& next) {
-      for (int64_t t = next(); t < outputs; t = next())
-        for (int64_t block = 0; block < size; block++)
-          multiply(in, tiles[t].padded(), kTileTokens, chunk.transposed(block), kTileTokens, chunk.dy(t, block), kTileColumns, &dweight[t * in * kTileColumns], kTileColumns, start + block > 0);
-      release_multiply(false);
-    });
+    weight_gradient(tiles, chunk, size, in, start > 0, dweight);
   }
   at::parallel_for(0, tiles.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)
