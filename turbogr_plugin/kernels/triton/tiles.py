@@ -1,8 +1,9 @@
 """Tile shapes of the kernels: a table per SoC and dtype, because nothing is tuned at run time.
 
 On Ascend a shape is in the table if bishengir schedules it, with every mask and bias, without running out of on-chip
-memory, also not on a retry with less overlap; `make ascend` holds every entry to that. Of the shapes that fit the
-largest is taken. Which is the fastest has not been measured, on no device.
+memory, also not on a retry with less overlap; `make ascend` holds every entry to that. Of the shapes that fit, squares
+of 64 are taken (128 x 64 overflows the unified buffer once both biases are there), and squares of 32 where more tiles
+are alive: dim 256, and the gradients of tables. Which shape is the fastest has not been measured, on no device.
 """
 
 from __future__ import annotations
