@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "fresh_memory.h"
+#include "reused_memory.h"
 #include "norm_rows.h"
 #include "ordered_sums.h"
 #include "philox.h"
@@ -144,7 +144,7 @@ Tensor forward(const Tensor& x, const Tensor& gate, const std::optional<Tensor>&
                int64_t layer, int64_t threshold, double factor) {
   const Norm norm{centred, x.size(1), groups, static_cast<float>(eps)};
   const auto dropout = dropout_of(samples, positions, seed, step, layer, threshold, factor);
-  Tensor out = fresh_tensor(x.sizes(), x.options());
+  Tensor out = result_tensor(x.sizes(), x.options());
   const auto w = parameter(weight, norm.width, 1.f), b = parameter(bias, norm.width, 0.f);
   by_type(x, [&](auto type) { forward_rows<decltype(type)>(x, gate, w, b, norm, dropout, out); });
   return out;
@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
                                             int64_t layer, int64_t threshold, double factor) {
   const Norm norm{centred, x.size(1), groups, static_cast<float>(eps)};
   const auto dropout = dropout_of(samples, positions, seed, step, layer, threshold, factor);
-  Tensor dx = fresh_tensor(x.sizes(), x.options()), dgate = fresh_tensor(x.sizes(), x.options());
+  Tensor dx = result_tensor(x.sizes(), x.options()), dgate = result_tensor(x.sizes(), x.options());
   const int64_t block_rows = rows_per_block(x.size(0)), blocks = (x.size(0) + block_rows - 1) / block_rows;
   Tensor partial = at::empty({blocks, 2 * norm.width}, x.options().dtype(at::kFloat));
   const auto w = parameter(weight, norm.width, 1.f), b = parameter(bias, norm.width, 0.f);
@@ -177,4 +177,5 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("forward", &turbogr::forward, py::call_guard<py::gil_scoped_release>());
   module.def("backward", &turbogr::backward, py::call_guard<py::gil_scoped_release>());
+  module.def("memory", [] { return turbogr::ReusedMemory::get().bytes(); });
 }

@@ -75,7 +75,7 @@ class BackwardWorker {
 
 Tensor forward(const Tensor& y, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& residual) {
   const int64_t tokens = y.size(0), in = y.size(1), out = weight.size(0);
-  Tensor result = fresh_tensor({tokens, out}, y.options());
+  Tensor result = result_tensor({tokens, out}, y.options());
   std::vector<float> b(out);
   if (bias) std::copy_n(bias->const_data_ptr<float>(), out, b.data());
   const auto tiles = column_tiles({out});
@@ -88,7 +88,7 @@ Tensor forward(const Tensor& y, const Tensor& weight, const std::optional<Tensor
 // Gradients of y, weight and bias (empty without one).
 std::vector<Tensor> backward(const Tensor& grad, const Tensor& y, const Tensor& weight, bool with_bias) {
   const int64_t tokens = y.size(0), in = y.size(1), out = weight.size(0);
-  Tensor dy = fresh_tensor({tokens, in}, y.options()), dweight = at::empty({out, in}, y.options());
+  Tensor dy = result_tensor({tokens, in}, y.options()), dweight = at::empty({out, in}, y.options());
   Tensor dbias = at::empty({with_bias ? out : 0}, y.options());
   if (tokens == 0) return {dy, dweight.zero_(), dbias.zero_()};
   const auto tiles = column_tiles({out});
@@ -103,4 +103,5 @@ std::vector<Tensor> backward(const Tensor& grad, const Tensor& y, const Tensor& 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("forward", &turbogr::forward, py::call_guard<py::gil_scoped_release>());
   module.def("backward", &turbogr::backward, py::call_guard<py::gil_scoped_release>());
+  module.def("memory", [] { return turbogr::ReusedMemory::get().bytes(); });
 }

@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "fresh_memory.h"
+#include "reused_memory.h"
 #include "gemm.h"
 #include "ordered_sums.h"
 #include "take_turns.h"
@@ -63,7 +63,7 @@ class TransposedWeight {
 
  private:
   int64_t size_;
-  FreshArray data_;
+  SharedFloats data_;
 };
 
 // One worker per thread, made before the threads start: it holds the thread's buffers over all parallel regions.
@@ -120,7 +120,7 @@ class Chunk {
 
  private:
   int64_t in_, size_;
-  FreshArray dy_, a_;
+  SharedFloats dy_, a_;
 };
 
 // Sums over the rows of a tile of dY: the tile's part of the bias's gradient.
@@ -134,7 +134,7 @@ inline void column_sums(const float* dy, int64_t count, float* sums) {
 
 // Adds a chunk's part of the gradient of W, transposed and tile by tile: A^T dY over the first `size` tiles of tokens. A
 // thread takes a few tiles of outputs and some rows of A^T at a time, so that both stay in the second-level cache.
-inline void weight_gradient(const std::vector<ColumnTile>& tiles, const Chunk& chunk, int64_t size, int64_t in, bool add, const FreshArray& dweight) {
+inline void weight_gradient(const std::vector<ColumnTile>& tiles, const Chunk& chunk, int64_t size, int64_t in, bool add, const SharedFloats& dweight) {
   const int64_t outputs = static_cast<int64_t>(tiles.size()), groups = (outputs + kGroupTiles - 1) / kGroupTiles;
   const int64_t parts = (in + kGroupInputs - 1) / kGroupInputs, units = groups * parts;
   take_turns(units, [&](auto&& next) {
@@ -163,8 +163,8 @@ void project_backward(const std::vector<ColumnTile>& tiles, const float* weight,
   const int64_t blocks = token_tiles(tokens), outputs = static_cast<int64_t>(tiles.size()), columns = outputs * kTileColumns;
   const Chunk chunk(outputs, in, std::min(blocks, std::max<int64_t>(kChunkTiles, 4 * at::get_num_threads())));
   const auto buffers = turbogr::workers([&] { return std::make_unique<Workspace<Buffers>>(in); });
-  const FreshArray dweight(columns * in);  // transposed, tile by tile
-  const FreshArray sums(gradients.bias != nullptr ? blocks * columns : 0);
+  const SharedFloats dweight(columns * in);  // transposed, tile by tile
+  const SharedFloats sums(gradients.bias != nullptr ? blocks * columns : 0);
   for (int64_t start = 0; start < blocks; start += chunk.size()) {
     const int64_t size = std::min(chunk.size(), blocks - start);
     take_turns(size, [&](auto&& next) {
@@ -181,7 +181,10 @@ void project_backward(const std::vector<ColumnTile>& tiles, const float* weight,
           worker.gradient(t, first, count, a, dy);
           std::fill(dy + count * kTileColumns, dy + kTileTokens * kTileColumns, 0.f);
           if (gradients.bias != nullptr) column_sums(dy, count, &sums[(start + block) * columns + t * kTileColumns]);
-          if (t + 1 < tiles.size()) worker.expect(t + 1, first, count);
+          if (t + 1 < tiles.size()) {
+            worker.expect(t + 1, first, count);
+            prefetch_rows<true>(chunk.dy(t + 1, block), kTileColumns, count, kTileColumns);
+          }
           // W's rows are the second operand as they stand.
           multiply(rows, in, tiles[t].count, dy, kTileColumns, weight + tiles[t].column * in, in, da, in, t > 0);
         }

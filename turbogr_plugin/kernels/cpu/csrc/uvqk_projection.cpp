@@ -164,10 +164,10 @@ std::vector<Tensor> forward(const Tensor& x, const Tensor& weight, const std::op
   std::vector<Tensor> outputs;
   std::vector<float*> parts;
   for (const int64_t width : widths) {
-    outputs.push_back(fresh_tensor({call.tokens, width}, x.options()));
+    outputs.push_back(result_tensor({call.tokens, width}, x.options()));
     parts.push_back(outputs.back().mutable_data_ptr<float>());
   }
-  outputs.push_back(fresh_tensor({keep ? call.tokens : 0, keep ? call.out : 0}, x.options()));
+  outputs.push_back(result_tensor({keep ? call.tokens : 0, keep ? call.out : 0}, x.options()));
   float* slopes = keep ? outputs.back().mutable_data_ptr<float>() : nullptr;
   const TransposedWeight transposed(call.tiles, call.weight, call.in());
   auto made = workers([&] { return std::make_unique<ForwardWorker>(call, parts, slopes); });
@@ -181,7 +181,7 @@ std::vector<Tensor> backward(const std::vector<Tensor>& grads, const std::option
   call.slopes = slopes ? slopes->const_data_ptr<float>() : nullptr;
   std::vector<const float*> pointers;
   for (const Tensor& grad : grads) pointers.push_back(grad.const_data_ptr<float>());
-  Tensor dx = fresh_tensor(x.sizes(), x.options()), dweight = at::empty(weight.sizes(), x.options());
+  Tensor dx = result_tensor(x.sizes(), x.options()), dweight = result_tensor(weight.sizes(), x.options());
   Tensor dbias = at::empty({bias ? call.out : 0}, x.options()), dnorm = at::empty({2, call.in()}, x.options());
   const int64_t blocks = token_tiles(call.tokens);
   if (blocks == 0) return {dx, dweight.zero_(), dbias.zero_(), dnorm.zero_()};
@@ -202,4 +202,5 @@ std::vector<Tensor> backward(const std::vector<Tensor>& grads, const std::option
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("forward", &turbogr::forward, py::call_guard<py::gil_scoped_release>());
   module.def("backward", &turbogr::backward, py::call_guard<py::gil_scoped_release>());
+  module.def("memory", [] { return turbogr::ReusedMemory::get().bytes(); });
 }
