@@ -37,7 +37,7 @@ HSTU: dict[str, dict[str, Any]] = {
     },
     "not causal, window": {"dtype": FP16, "causal": False, **MASKS, "window": 20, "full_tail": 3},
     "not causal, no window": {"dtype": FP32, "causal": False, "targets": True},
-    "window alone, times of the next event": {"dtype": FP32, "window": 9, "next_times": True},
+    "window without a tail, times of the next event": {"dtype": FP32, "window": 9, "targets": True, "next_times": True},
     "one entry per table": {"dtype": FP32, "buckets": 1, "positions": 1, "contextual": True},
     "a row of one token": {"dtype": FP32, "lengths": (1,)},
 }

@@ -167,7 +167,8 @@ def sees(i: int, j: int, length: int, targets: int, contextual: int, case: Case)
         return False
     if case.window is None or abs(rank(i) - rank(j)) <= case.window:
         return True
-    return rank(i) >= rank(length - targets) - case.full_tail  # the tail of history, and all targets
+    # The tail of history and, where there is one, all targets.
+    return case.full_tail > 0 and rank(i) >= rank(length - targets) - case.full_tail
 
 
 def _bucket(gap: int, case: Case, entries: int) -> int:

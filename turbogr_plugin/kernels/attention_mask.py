@@ -10,12 +10,12 @@ so contextual tokens share id 0 and targets share `last`, which no other token r
 its absolute value without causal order, query i sees key j
 
     if i = j,
-    or if dist > 0 and, with a window of W, (dist <= W or id(i) >= last - full_tail),
+    or if dist > 0 and, with a window of W, (dist <= W, or full_tail > 0 and id(i) >= last - full_tail),
     or if c > 0, id(i) = 0 and id(j) < last  (contextual tokens see each other and the whole history).
 
-Targets thus see history and themselves, never each other. This is the mask of Meta's generative-recommenders, with one
-difference: there a `full_tail` of 0 holds targets to the window, too; here targets always see everything they may.
-Where contextual tokens and targets do not fit into the row together (c + n > L) each token sees itself alone.
+Targets thus see history and themselves, never each other; a window holds them, too, unless there is a full tail. This
+is the mask of Meta's generative-recommenders. Where contextual tokens and targets do not fit into the row together
+(c + n > L) each token sees itself alone.
 
 Letters: T tokens, B rows, L length of a row, n queries and m keys of a chunk.
 """
@@ -84,14 +84,16 @@ def allowed_pairs(
         first_key: position of the first key, counted from the same token.
         causal: whether a token sees only what stands before it.
         window: how far a token sees, in ids; None: as far as it may.
-        full_tail: how many of the last ids of history see everything they may in spite of the window.
+        full_tail: how many of the last ids of history, and with them all targets, see everything they may in spite of
+            the window; 0: none, targets neither.
     """
     dist = query_ids[:, None] - key_ids[None]
     if not causal:
         dist = dist.abs()
     allowed = dist > 0
     if window is not None:
-        allowed &= (dist <= window) | (query_ids[:, None] >= last - full_tail)
+        near = dist <= window
+        allowed &= near | (query_ids[:, None] >= last - full_tail) if full_tail else near
     if contextual is not None:
         allowed |= (query_ids[:, None] == 0) & (key_ids[None] < last) & (contextual > 0)
     i = torch.arange(first_query, first_query + query_ids.numel(), device=query_ids.device)

@@ -69,7 +69,8 @@ def hstu_attention(
         num_contextual: how many tokens at the beginning of each row, [B] or the same for all, are contextual: they see
             each other and the whole history.
         window: a token sees the last `window` tokens of history before it; None: all.
-        full_tail: how many of the last tokens of history see everything before them in spite of the window.
+        full_tail: how many of the last tokens of history, and with them all targets, see everything before them in
+            spite of the window; 0: none, and targets are held to the window.
         timestamps: [T] int64 or int32, needed with `time_bias` (seconds in the published models).
         query_timestamps: [T] int64 or int32, the time at which each query stands; None: that of its own event. Both
             published conventions are one call away (see relative_bias.query_times).

@@ -18,6 +18,9 @@ from turbogr_plugin.kernels.triton.tiles import Pass, Tile, attention_tile, cuda
 # A table gradient has one slot of sums per program. On CUDA two programs share a multiprocessor.
 _TABLE_PROGRAMS_PER_CORE = 2
 
+# What kernels take for a full tail of 0: no id reaches last + 2^30, so that not even targets are in the tail.
+_NO_TAIL = -(1 << 30)
+
 
 class Launch:
     """A call with at least one token, its layout on the device, and the target it is compiled for."""
@@ -75,7 +78,7 @@ class Launch:
             "PositionTable": self.unused if position is None else position,
             "alpha": call.alpha,
             "window": call.window or 0,
-            "full_tail": call.full_tail,
+            "full_tail": call.full_tail or _NO_TAIL,
             "tokens": self.tokens,
             "heads": self.heads,
             "q_token": q.stride(0),

@@ -61,7 +61,7 @@ inline void find_reach(const Segment& segment, const std::vector<int64_t>& offse
     const int64_t targets_begin = first_with(last);
     for (int64_t x = std::max<int64_t>(from - origin, 0); x < std::min(L, to - origin); x++) {
       const int64_t a = std::min(std::max<int64_t>(x - shift, 0), last);
-      const bool limited = mask.window > 0 && a < last - mask.full_tail;
+      const bool limited = mask.window > 0 && (mask.full_tail == 0 || a < last - mask.full_tail);
       int64_t lo = limited ? first_with(a - mask.window) : 0;
       int64_t hi = mask.causal ? first_with(a) : limited ? first_with(a + mask.window + 1) : L;
       if (a == last) hi = std::min(hi, targets_begin);  // targets never see each other
