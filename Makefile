@@ -55,8 +55,10 @@ $(INSTALLED): pyproject.toml requirements-cpu.txt packaging/fbgemm-gpu-shim/pypr
 	$(PIP) install --no-deps recbole==1.2.1
 	touch $@
 
-# A CUDA build of torch brings a Triton of its own, whose files triton-ascend would share.
+# triton-ascend 3.2.0 has wheels up to 3.11. A CUDA build of torch brings a Triton of its own, whose files triton-ascend
+# would share.
 $(ASCEND)/.installed: requirements-ascend.txt packaging/ascend-llvm.sh
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] in ((3, 10), (3, 11)) else "make ascend needs Python 3.10 or 3.11, for which triton-ascend is built; this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ascend")'
 	test -x $(ASCEND)/bin/python || $(PYTHON) -m venv $(ASCEND)
 	$(ASCEND_PIP) install -r requirements-ascend.txt
 	if $(ASCEND_PIP) show -q triton 2> /dev/null; then $(ASCEND_PIP) uninstall -q -y triton && \
