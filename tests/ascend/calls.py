@@ -35,8 +35,8 @@ def hstu_call(
     per_head: bool = False,
     buckets: int = 128,
     positions: int = 48,
-    targets: bool = False,
-    contextual: bool = False,
+    targets: bool | int = False,
+    contextual: bool | int = False,
     window: int | None = None,
     full_tail: int = 0,
     next_times: bool = False,
@@ -60,9 +60,12 @@ def hstu_call(
     by_time, by_position = random(*table, buckets), random(*table, positions)
     call = HSTUAttentionCall(q, k, v, offsets.to(offsets_dtype), dim**-0.5, 1 / 130, causal=causal)
     if targets:
-        call = call._replace(num_targets=torch.minimum(torch.randint(0, 8, rows.shape, generator=generator), rows))
+        least, most = (0, 7) if targets is True else (targets // 2, targets)
+        found = torch.randint(least, most + 1, rows.shape, generator=generator)
+        call = call._replace(num_targets=torch.minimum(found, rows))
     if contextual:
-        call = call._replace(num_contextual=torch.randint(0, 5, rows.shape, generator=generator))
+        least, most = (0, 4) if contextual is True else (contextual // 2, contextual)
+        call = call._replace(num_contextual=torch.randint(least, most + 1, rows.shape, generator=generator))
     if biases:
         asked = times + 1000 if next_times else times
         call = call._replace(timestamps=times, query_timestamps=asked, time_bias=by_time)
@@ -79,15 +82,23 @@ def fuxi_call(dtype: torch.dtype, *, decay: Tensor | None = None, **arguments: A
 
 
 def norm_call(
-    dtype: torch.dtype, tokens: int, width: int, norm: Norm, *, groups: int = 1, p: float = 0.0, affine: bool = True
+    dtype: torch.dtype,
+    tokens: int,
+    width: int,
+    norm: Norm,
+    *,
+    groups: int = 1,
+    p: float = 0.0,
+    affine: bool = True,
+    key: tuple[int, int, int] = (0xDEADBEEF, 0x80000001, 7),
 ) -> GatedNormCall:
     """A call of gated_norm."""
     generator = torch.Generator().manual_seed(tokens)
     x, gate = (torch.randn(tokens, width, generator=generator).to(dtype) + 0.25 for _ in range(2))
     weight, bias = (torch.randn(width, generator=generator) + 1 for _ in range(2)) if affine else (None, None)
     samples = torch.randint(0, 1 << 56, (tokens,), generator=generator)
-    key = (samples, torch.arange(tokens), 0xDEADBEEF, 0x80000001, 7, p) if p else ()
-    return GatedNormCall(x, gate, weight, bias, norm, groups, 1e-6, *key)
+    dropout = (samples, torch.arange(tokens), *key, p) if p else ()
+    return GatedNormCall(x, gate, weight, bias, norm, groups, 1e-6, *dropout)
 
 
 class Errors(NamedTuple):

@@ -38,6 +38,10 @@ HSTU: dict[str, dict[str, Any]] = {
     "not causal, window": {"dtype": FP16, "causal": False, **MASKS, "window": 20, "full_tail": 3},
     "not causal, no window": {"dtype": FP32, "causal": False, "targets": True},
     "window without a tail, times of the next event": {"dtype": FP32, "window": 9, "targets": True, "next_times": True},
+    "window of one": {"dtype": FP16, "window": 1, "targets": True},
+    "full tail of one": {"dtype": FP32, "window": 4, "full_tail": 1, **MASKS},
+    "many contextual tokens, window": {"dtype": FP32, "window": 5, "contextual": 120},
+    "many targets, window": {"dtype": FP32, "window": 5, "targets": 120, "contextual": 3},
     "one entry per table": {"dtype": FP32, "buckets": 1, "positions": 1, "contextual": True},
     "a row of one token": {"dtype": FP32, "lengths": (1,)},
 }
@@ -47,6 +51,7 @@ FUXI: dict[str, dict[str, Any]] = {
     "buckets in fp16": {"dtype": FP16},
     "buckets in bf16, odd dims": {"dtype": BF16, "targets": True, "dim": 25, "value_dim": 50},
     "decay": {"dtype": FP32, "decay": DECAY},
+    "many contextual tokens, window of one": {"dtype": FP32, "window": 1, "full_tail": 1, "contextual": 120},
     "decay per head, window": {"dtype": BF16, "decay": DECAY_PER_HEAD, "per_head": True, "window": 9, "targets": True},
 }
 

@@ -19,6 +19,14 @@ CASES: dict[str, dict[str, Any]] = {
     "layer norm with dropout in fp32": {"dtype": torch.float32, "tokens": 37, "width": 64, "norm": "layer", "p": 0.2},
     "layer norm with dropout in fp16": {"dtype": torch.float16, "tokens": 33, "width": 128, "norm": "layer", "p": 0.5},
     "layer norm with dropout in bf16": {"dtype": torch.bfloat16, "tokens": 9, "width": 512, "norm": "layer", "p": 0.2},
+    "seed, step and layer of one": {
+        "dtype": torch.bfloat16,
+        "tokens": 5,
+        "width": 64,
+        "norm": "rms",
+        "p": 0.2,
+        "key": (1, 1, 1),
+    },
     "rms norm of an odd width": {"dtype": torch.float32, "tokens": 37, "width": 50, "norm": "rms"},
     "group norm, groups that begin inside a word": {
         "dtype": torch.float32,

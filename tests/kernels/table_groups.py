@@ -112,12 +112,15 @@ def make_module(group: Group, optimizer: str, *, accelerator: bool, device: str 
 
 
 @contextmanager
-def our_kernels() -> Iterator[None]:
-    """fbgemm's modules call our functions, also for tensors on the CPU."""
+def our_kernels(implementation: str | None = "reference") -> Iterator[None]:
+    """fbgemm's modules call our functions, also for tensors on the CPU; by default the one that npu shares."""
     with mock.patch.multiple(
         torch.ops.fbgemm,
         create=True,
-        **{f"split_embedding_codegen_lookup_{name}_function_pt2": operator_function(name) for name in OPTIMIZER_TYPES},
+        **{
+            f"split_embedding_codegen_lookup_{name}_function_pt2": operator_function(name, implementation)
+            for name in OPTIMIZER_TYPES
+        },
     ):
         yield
 

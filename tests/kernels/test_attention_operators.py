@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from tests.kernels.attention_cases import Case, inputs, with_gradients
 from turbogr_plugin.kernels.attention_call import FuxiAttentionCall, HSTUAttentionCall
@@ -141,3 +142,13 @@ def test_second_derivatives_are_refused() -> None:
     (dq,) = torch.autograd.grad(x.call().square().sum(), x.q, create_graph=True)
     with pytest.raises(RuntimeError, match="hstu_attention_backward"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("leaf", ["q", "time_bias"])
+def test_forward_mode_derivatives_are_refused(leaf: str) -> None:
+    x = inputs(CASES[0])
+    with forward_ad.dual_level():
+        plain = {name: value.detach() for name, value in x.leaves().items()}
+        plain[leaf] = forward_ad.make_dual(plain[leaf], torch.ones_like(plain[leaf]))
+        with pytest.raises(RuntimeError, match=r"hstu_attention.*forward-mode"):
+            replace(x, **plain).call()

@@ -58,7 +58,10 @@ def assert_same(stock: Any, ours: Any, *, exact: bool = False) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("group", [UNIFORM, MIXED], ids=["uniform", "mixed"])
-def test_lookup_and_update_equal_those_of_fbgemms_cpu_kernel(group: Group, mode: str, optimizer: str) -> None:
+@pytest.mark.parametrize("implementation", ["reference", "cpu"])
+def test_lookup_and_update_equal_those_of_fbgemms_cpu_kernel(
+    group: Group, mode: str, optimizer: str, implementation: str
+) -> None:
     if group is MIXED and mode == "sequence":
         group = Group(((9, 12), (4, 12), (6, 12)), (0, 1, 2, 2))  # tables of several widths cannot be sequences
     stock, ours, generator = pair(group, optimizer, mode, 1)
@@ -68,7 +71,7 @@ def test_lookup_and_update_equal_those_of_fbgemms_cpu_kernel(group: Group, mode:
         )
         gradient = torch.randn(output_shape(group, batch, mode), generator=generator)
         expected = run(stock, batch, gradient)
-        with our_kernels():
+        with our_kernels(implementation):
             found = run(ours, batch, gradient)
         torch.testing.assert_close(found, expected)
     assert_same(stock, ours)
@@ -152,7 +155,8 @@ def test_the_mean_of_weighted_ids_divides_both_passes_by_the_length() -> None:
         torch.testing.assert_close(updated, table.detach() - table.grad)
 
 
-def test_weights_of_ids_get_no_gradient_for_features_that_do_not_want_one() -> None:
+@pytest.mark.parametrize("implementation", ["reference", "cpu"])
+def test_weights_of_ids_get_no_gradient_for_features_that_do_not_want_one(implementation: str) -> None:
     stock, ours, generator = pair(MIXED, "sgd", "weighted", 4)
     batch = make_batch(MIXED, generator, weighted=True)
     assert batch.weights is not None
@@ -160,7 +164,7 @@ def test_weights_of_ids_get_no_gradient_for_features_that_do_not_want_one() -> N
     gradients = []
     for module in (stock, ours):
         weights = batch.weights.clone().requires_grad_()
-        with our_kernels() if module is ours else torch.enable_grad():
+        with our_kernels(implementation) if module is ours else torch.enable_grad():
             module(batch.indices, batch.offsets, weights, feature_requires_grad=wanted).sum().backward()
         gradients.append(weights.grad)
     torch.testing.assert_close(gradients[1], gradients[0])
@@ -282,6 +286,7 @@ def test_a_batch_without_a_single_row_leaves_tables_and_states_as_they_are(optim
         Batch(torch.full((5,), -1), torch.tensor([0, 2, 2, 5, 5, 5, 5, 5, 5])),  # pruned rows only
         Batch(empty, torch.zeros(9, dtype=torch.int64)),  # bags without ids
         Batch(empty, torch.zeros(1, dtype=torch.int64)),  # no bags
+        Batch(torch.tensor([1, 2]), torch.zeros(1, dtype=torch.int64)),  # ids that no bag claims
     ]
     with our_kernels():
         for batch in batches:

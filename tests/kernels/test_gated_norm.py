@@ -218,6 +218,23 @@ def test_rows_may_stand_apart_and_columns_may_be_transposed(implementation: str)
     assert torch.equal(spread, torch.autograd.grad(again, weight, torch.ones(30, 16))[0])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ids_of_samples_and_positions_may_stand_apart(implementation: str) -> None:
+    x, gate, weight, bias = Case(30, 16).leaves(torch.float32)
+    twice = torch.stack([torch.arange(30) // 4, torch.arange(30) % 4], 1)
+    samples, positions = twice.unbind(1)
+    same = torch.zeros((), dtype=torch.int64).expand(30)
+    for key, copied in (
+        (DropoutKey(7, 11, samples, positions), DropoutKey(7, 11, samples.clone(), positions.clone())),
+        (DropoutKey(7, 11, same, positions), DropoutKey(7, 11, same.contiguous(), positions.clone())),
+    ):
+        found, expected = (
+            gated_norm(x, gate, weight, bias, dropout_key=one, layer=3, p=0.3, implementation=implementation)
+            for one in (key, copied)
+        )
+        assert torch.equal(found, expected)
+
+
 def test_a_weight_per_group_counts_for_each_element_of_its_group() -> None:
     case = Case(9, 24, "group", groups=4)
     x, gate, _, _ = case.leaves(torch.float64)

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from turbogr_plugin.kernels.jagged_select import (
     age_buckets,
@@ -155,10 +157,40 @@ THREE = torch.tensor([0, 1, 3])
         (lambda x: target_tokens(x, THREE, torch.tensor([1, 1]), total=3), "total must be the sum.*2, got 3"),
         (lambda x: target_tokens(x, THREE, torch.tensor([1]), total=1), "num_targets must be.*B = 2"),
         (lambda x: age_buckets(x[:, 0].long(), THREE, 0), "num_buckets must be at least 1, got 0"),
-        (lambda x: age_buckets(x[:, 0].long(), THREE, 4, request_times=THREE), r"request_times.*B = 2, got \(3,\)"),
+        (
+            lambda x: age_buckets(x[:, 0].long(), THREE, 4, request_times=THREE),
+            r"request_times.*B = 2, got torch.int64 \(3,\)",
+        ),
         (lambda x: age_buckets(x[:, 0].long(), THREE, 4, time_buckets=torch.ones(4)), "4 - 1 borders"),
+        (lambda x: age_buckets(x[:, 0], THREE, 4), "timestamps must be int32 or int64.*float32"),
+        (lambda x: age_buckets(x.long(), THREE, 4), r"timestamps must be int32 or int64 \[T\].*\(3, 2\)"),
+        (lambda x: age_buckets(x[:, 0].long(), THREE, 4, request_times=x[:2, 0]), "request_times.*float32"),
+        (lambda x: age_buckets(x[:, 0].long(), THREE, 3, time_buckets=torch.tensor([2.0, 1.0])), "ascending borders"),
+        (lambda x: age_buckets(x[:, 0].long(), THREE, 2, time_buckets=torch.tensor([torch.nan])), "ascending borders"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(call: Callable[[Tensor], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(3, 2))
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "concat_2d_jagged": lambda x, offsets: concat_2d_jagged(x, x, offsets, offsets),
+    "split_2d_jagged": lambda x, offsets: split_2d_jagged(torch.cat([x, x]), offsets, offsets, left_total=3),
+    "jagged_dense_broadcast_add": lambda x, offsets: jagged_dense_broadcast_add(x, offsets, x[:2]),
+    "last_tokens": last_tokens,
+    "target_tokens": lambda x, offsets: target_tokens(x, offsets, torch.tensor([0, 2]), total=2),
+    "age_buckets": lambda x, offsets: age_buckets(x[:, 0].long(), offsets, 16),
+}
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_functions_are_compiled_as_one_graph_and_know_their_shapes_without_data(name: str) -> None:
+    function, x = _FUNCTIONS[name], torch.arange(6.0).view(3, 2)
+    expected = tree_leaves(function(x, THREE))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for found, want in zip(tree_leaves(compiled(x, THREE)), expected, strict=True):
+        assert torch.equal(found, want)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        shapes = tree_leaves(function(mode.from_tensor(x), mode.from_tensor(THREE)))
+    assert [(s.shape, s.dtype) for s in shapes] == [(want.shape, want.dtype) for want in expected]

@@ -250,6 +250,32 @@ def test_layouts_of_operands_and_gradients_change_nothing(implementation: str) -
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("value", [-1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_huge_negative_projection_is_switched_off(implementation: str, recompute: Recompute, value: float) -> None:
+    case = Case(20, 32, (8, 8, 8, 8))
+    leaves = case.leaves(torch.float32)
+    with torch.no_grad():
+        leaves[2][5] = value  # a bias
+    found = case.call(leaves, recompute, implementation)
+    assert bool((found[0][:, 5] == 0).all())
+    weight_gradient = torch.autograd.grad([part.sum() for part in found], leaves[1])[0]
+    assert bool((weight_gradient[5] == 0).all())
+    assert bool(weight_gradient.isfinite().all())
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    case = Case(20, 32, (8, 8, 8, 8))
+    leaves = case.leaves(torch.float64)
+    expected = case.call(leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = case.call(leaves)
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == torch.float64
+        assert torch.equal(got, want)
+
+
 def test_autocast_sets_the_dtype_of_products_and_not_of_the_norm() -> None:
     case = Case(20, 32, (8, 8, 8, 8))
     leaves = case.leaves(torch.float32)

@@ -205,6 +205,27 @@ def test_stochastic_rounding_of_fp16_tables_runs_on_npu(npu: Any) -> None:
     assert values.unique().tolist()[:2] == [1.0, 1.0 + 2.0**-10]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_replicas_of_a_group_round_alike_and_each_step_anew(npu: Any, optimizer: str) -> None:
+    given = {"weights_precision": SparseType.FP16, "stochastic_rounding": True, "learning_rate": 2.0**-12}
+    batch = make_batch(UNIFORM, torch.Generator().manual_seed(5), size=20)
+    found = []
+    for replica in range(2):
+        module = on_npu(UNIFORM, optimizer, **given)
+        found.append([])
+        for _ in range(2):
+            for table in module.split_embedding_weights():
+                table.fill_(1.0)
+            if replica and optimizer == "sgd":  # fbgemm counts the steps of Adam itself
+                with torch.no_grad():  # a lookup without training draws nothing
+                    module(*(tensor.to("npu") for tensor in (batch.indices, batch.offsets)))
+            run(module, moved(batch), lambda out: torch.full_like(out, -1.0))
+            found[-1].append(torch.cat([table.flatten() for table in module.split_embedding_weights()]).cpu())
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[0][1])
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "weighted", "sequence"])
 def test_dense_tables_on_npu_equal_the_same_kernel_on_the_cpu(npu: Any, mode: str) -> None:
     from tests.kernels.test_fbgemm_dense_lookup import make_dense, our_kernel

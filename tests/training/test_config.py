@@ -106,6 +106,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"size": "huge"}}, "size"),
     ({"negatives": {"sharing": "batch"}}, "sharing"),
     ({"training": {"precision": "fp16"}}, "precision"),
+    ({"training": {"table_precision": "int8"}}, "table_precision"),
+    ({"training": {"table_rounding": "up"}}, "table_rounding"),
     ({"optimizer": {"betas": 0.9}}, "betas"),
     ({"data": {"workers": 1}}, "store"),
     ({"output": None}, "output"),

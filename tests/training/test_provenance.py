@@ -46,6 +46,8 @@ def test_the_same_configuration_and_store_pass(recorded: dict[str, Any]) -> None
         ("training", "seed", 1, False, True),
         ("training", "global_batch_size", 7, False, True),
         ("training", "precision", "bf16", False, True),
+        ("training", "table_precision", "bf16", False, True),
+        ("training", "table_rounding", "nearest", False, True),
         ("training", "loss_reduction", "sample", False, True),
         ("training", "epochs", 7, True, True),
         ("training", "patience", 99, True, True),

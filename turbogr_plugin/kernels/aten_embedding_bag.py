@@ -2,7 +2,7 @@
 
 torch_npu implements the forward pass of embedding bags and not their backward pass, which would run on the CPU. Here it
 is built from operators that torch_npu has, and does not wait for the device. Sums are in float32 and in the order of
-the ids (see `sum_by_row` in coalesce_rows.py for chips that add with atomics).
+the ids (see `sum_groups` in reference/row_groups.py for chips that add with atomics).
 
 Left out: sparse gradients and scaling by frequency, both refused by name.
 """

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from turbogr_plugin.kernels.attention_mask import check_mask, check_mask_values
 from turbogr_plugin.kernels.offsets import check_offsets
+from turbogr_plugin.kernels.relative_bias import check_borders
 
 
 class HSTUAttentionCall(NamedTuple):
@@ -106,6 +107,8 @@ def check_shapes(call: AttentionCall) -> None:
         raise ValueError(
             f"q and k must be [T, H, D], v [T, H, E]; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if 0 in (q.shape[1], q.shape[2], v.shape[2]):
+        raise ValueError(f"H, D and E must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k and v must be of one floating-point type, got {q.dtype}, {k.dtype} and {v.dtype}")
     if call.offsets.dim() != 1 or call.offsets.numel() < 1 or call.offsets.dtype not in (torch.int32, torch.int64):
@@ -113,6 +116,8 @@ def check_shapes(call: AttentionCall) -> None:
             f"offsets must be int32 or int64 of shape [B + 1], got {call.offsets.dtype} of shape "
             f"{tuple(call.offsets.shape)}"
         )
+    if call.offsets.numel() == 1 and q.shape[0] > 0:
+        raise ValueError(f"offsets of one number describe no row, got {q.shape[0]} values")
     if call.host_offsets is not None and len(call.host_offsets) != call.offsets.numel():
         raise ValueError(
             f"host_offsets must be the {call.offsets.numel()} numbers of offsets, got {len(call.host_offsets)} numbers"
@@ -139,12 +144,8 @@ def check_values(call: AttentionCall) -> None:
         if call.offsets.device.type == "cpu" and call.offsets.tolist() != list(call.host_offsets):
             raise ValueError(f"host_offsets must be the numbers of offsets, got {list(call.host_offsets)}")
     check_mask_values(call.offsets, call.num_targets, call.num_contextual)
-    borders = call.time_borders
-    if borders is None or borders.device.type != "cpu":
-        return
-    # Not by differences: those of two infinite borders are NaN.
-    if bool(borders.isnan().any()) or not bool((borders[1:] >= borders[:-1]).all()):
-        raise ValueError(f"time_buckets must be ascending borders, got {borders.tolist()}")
+    if call.time_borders is not None:
+        check_borders(call.time_borders)
 
 
 def check_host_offsets(host_offsets: Sequence[int], total: int) -> None:

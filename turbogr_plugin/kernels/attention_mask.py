@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turbogr_plugin.kernels.offsets import row_ids
+from turbogr_plugin.kernels.offsets import has_readable_values, row_ids
 
 
 class TokenIds(NamedTuple):
@@ -129,10 +129,10 @@ def check_mask(
 def check_mask_values(offsets: Tensor, num_targets: Tensor | None, num_contextual: Tensor | None) -> None:
     """Raises ValueError for numbers of targets or contextual tokens that no row can have.
 
-    Only on CPU, where reading them does not wait for a device; elsewhere such rows get meaningless output, read from
+    Only where the host can read them (see `has_readable_values`); elsewhere such rows get meaningless output, read from
     within the tensors. `offsets` must have been checked.
     """
-    if offsets.device.type != "cpu":
+    if not has_readable_values(offsets):
         return
     if num_targets is not None:
         bad = (num_targets < 0) | (num_targets > offsets.diff())

@@ -1,68 +1,68 @@
-"""Duplicate ids of a batch: which gradients belong to one row, and their sum.
+"""Duplicate ids and their gradients as different ids and sums: the form in which groups of ranks exchange gradients.
 
-An optimizer that is fused into the backward pass must see every touched row once, with the sum of all its gradients.
-The number of different rows is known to the device only; waiting for it would stall the step. The result therefore has
-N places for N ids, and the places behind the last different row repeat it.
+The gradients of an id are added in float32 (float64 for float64) in ascending order of positions, starting from the
+first, so that the sums do not depend on threads, and those of dyadic gradients on nothing at all. How many ids are
+different only their values tell: a device is waited for, once.
 
-Source: the sort and segment scheme of fbgemm's transpose_embedding_input (fbgemm_gpu 1.8.0,
-src/split_embeddings_utils/transpose_embedding_input.cu), without its host-side counts.
+Left out: sparse tensors of torch, whose `coalesce` fixes no order of the sum.
+
+Letters: N ids, D width, U different ids.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-_ABSENT = 2**62  # sorts behind every row number
+from turbogr_plugin.kernels import dispatch
+from turbogr_plugin.kernels.custom_operator import define_operator
+from turbogr_plugin.kernels.lookup_call import CoalesceCall
+from turbogr_plugin.kernels.segments import check_indices
 
 
-@dataclass(frozen=True)
-class Coalesced:
-    """N ids grouped by row."""
-
-    order: Tensor
-    """[N] int64: positions sorted by row, positions of one row in their own order."""
-    segment: Tensor
-    """[N] int64: place of the row that the id at `order[i]` names."""
-    representative: Tensor
-    """[N] int64: for each place one position that names its row; behind the last row that of the last row."""
-    place: Tensor
-    """[N] int64: 0, 1, ..., number of rows - 1, and then number of rows - 1 for all others."""
-    any_row: Tensor
-    """[] bool: whether there is a row at all."""
+def _checked(ids: Tensor, grads: Tensor) -> CoalesceCall:
+    check_indices(ids, "ids")
+    if grads.dim() != 2 or grads.shape[0] != ids.shape[0] or not grads.is_floating_point():
+        raise ValueError(
+            f"grads must be floating point of shape [N, D] with N = {ids.shape[0]}, got {grads.dtype} of shape "
+            f"{tuple(grads.shape)}"
+        )
+    if grads.device != ids.device:
+        raise ValueError(f"grads must be on the device of ids ({ids.device}), got {grads.device}")
+    return CoalesceCall(ids, grads)
 
 
-def coalesce(row: Tensor, absent: Tensor) -> Coalesced:
-    """Groups ids by row.
-
-    Args:
-        row: [N] int64, N > 0: number of the row over all tables.
-        absent: [N] bool: ids to be left out; they come behind all others.
-    """
-    count = row.numel()
-    ordered, order = row.masked_fill(absent, _ABSENT).sort(stable=True)
-    head = torch.cat([torch.ones_like(absent[:1]), ordered[1:] != ordered[:-1]])
-    segment = head.to(torch.int64).cumsum(0) - 1
-    rows = (head & (ordered < _ABSENT)).to(torch.int64).sum()
-    place = torch.minimum(torch.arange(count, device=row.device), rows - 1).clamp(min=0)
-    representative = order.index_select(0, torch.searchsorted(segment, place))
-    return Coalesced(order, segment, representative, place, rows > 0)
+def _body(ids: Tensor, grads: Tensor, *, implementation: str | None = None) -> tuple[Tensor, ...]:
+    call = _checked(ids, grads)
+    found: tuple[Tensor, ...] = dispatch.serve("coalesce_rows", call, implementation).coalesce(call)
+    return found
 
 
-def sum_by_row(groups: Coalesced, gradients: Tensor) -> Tensor:
-    """Sums the gradients of each row, in the order of the positions.
+def _shapes(ids: Tensor, grads: Tensor, *, implementation: str | None = None) -> tuple[Tensor, ...]:
+    _checked(ids, grads)
+    different = torch.library.get_ctx().new_dynamic_size()
+    dtype = torch.float64 if grads.dtype == torch.float64 else torch.float32
+    return ids.new_empty(different), grads.new_empty(different, grads.shape[1], dtype=dtype)
 
-    The order is that of the additions wherever index_add works through its index in order, as on the CPU. A chip that
-    adds with atomics keeps it under torch.use_deterministic_algorithms(True) only.
+
+_operator = define_operator(
+    "coalesce_rows", "(Tensor ids, Tensor grads, *, str? implementation=None) -> (Tensor, Tensor)", _body, _shapes
+)
+
+
+def coalesce_rows(ids: Tensor, grads: Tensor, *, implementation: str | None = None) -> tuple[Tensor, Tensor]:
+    """Sums the gradients of each id.
 
     Args:
-        groups: what `coalesce` returned.
-        gradients: [N, D] float32, sorted: row i belongs to the id at `groups.order[i]`.
+        ids: [N] int32 or int64, any values.
+        grads: [N, D] floating point, any strides. NaN and infinities go into the sums of their ids.
+        implementation: reference, cpu or triton; None: the fastest that serves the call.
 
     Returns:
-        [N, D] float32 by place.
+        The different ids [U], ascending, in the dtype of `ids`; the sums [U, D], float32 (float64 for float64).
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or an `implementation` that does not serve the call.
     """
-    sums = torch.zeros_like(gradients).index_add_(0, groups.segment, gradients)
-    return sums.index_select(0, groups.place)
+    found, rows = _operator(ids, grads.detach(), implementation=implementation)
+    return found, rows

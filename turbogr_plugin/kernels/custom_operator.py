@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 Setup = Callable[[Any, tuple[Any, ...], "str | None", Any], None]
 """(ctx, all positional arguments, implementation, output): keeps what the gradients need."""
@@ -75,7 +76,7 @@ def _autograd(operator: Any, setup: Setup | None, gradients: Gradients | None) -
             output = below(*given, implementation=implementation)
             if setup is not None:
                 setup(ctx, given, implementation, output)
-            return output
+            return tuple(output) if isinstance(output, list) else output  # autograd takes no lists apart
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -84,8 +85,15 @@ def _autograd(operator: Any, setup: Setup | None, gradients: Gradients | None) -
             return None, *gradients(ctx, *grads)
 
     def autograd(*given: Any, implementation: str | None = None) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
+            raise RuntimeError(f"{operator} has no formula of its forward-mode derivative")
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
             return Function.apply(implementation, *given, *defaults[len(given) :])
         return below(*given, implementation=implementation)
 
     return autograd
+
+
+def _has_tangent(value: Any) -> bool:
+    """Whether an argument carries a derivative of forward mode."""
+    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None

@@ -104,6 +104,8 @@ def autocast(beside: Tensor, operand: Tensor | None) -> Tensor | None:
     device_type = beside.device.type
     if operand is None or not torch.is_autocast_enabled(device_type) or not operand.is_floating_point():
         return operand
+    if operand.dtype == torch.float64:  # nor does torch touch it
+        return operand
     return operand.to(torch.get_autocast_dtype(device_type))
 
 

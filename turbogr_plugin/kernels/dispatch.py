@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 REFERENCE = "reference"
-FAMILIES = ("jagged_attention", "fuxi_attention", "gated_norm", "uvqk_projection", "output_projection")
+FAMILIES = (
+    *("jagged_attention", "fuxi_attention", "gated_norm", "uvqk_projection", "output_projection"),
+    *("jagged_lookup", "jagged_unique", "coalesce_rows", "fused_update"),
+)
 """Basenames of the modules of the operators that are dispatched here."""
 
 
@@ -81,13 +84,16 @@ class Choice:
         return f"{self.family}: {self.implementation}{f' ({how})' if how else ''}{reasons}"
 
 
-def choose(family: str, call: NamedTuple, requested: str | None = None) -> Choice:
+def choose(
+    family: str, call: NamedTuple, requested: str | None = None, also: Callable[[ModuleType], str | None] | None = None
+) -> Choice:
     """The implementation that serves a call.
 
     Args:
         family: basename of the modules of the operator, such as "jagged_attention".
         call: its record; the device is that of its first tensor.
         requested: the name of an implementation; None: the fastest that can.
+        also: asks a module that does not refuse the call itself for a reason why it cannot serve what goes with it.
 
     Raises:
         ValueError: the one requested is unknown or cannot serve this call.
@@ -101,6 +107,8 @@ def choose(family: str, call: NamedTuple, requested: str | None = None) -> Choic
         if requested is not None and implementation.name != requested:
             continue
         module, reason = _served(implementation, family, call, device_type)
+        if module is not None and reason is None and also is not None:
+            reason = also(module)
         if module is not None and reason is None:
             return Choice(family, implementation.name, module, passed_over)
         if requested is not None:
@@ -127,17 +135,32 @@ _taken: dict[tuple[str, str, tuple[tuple[str, str], ...]], None] = {}
 _warned: set[tuple[str, str]] = set()
 
 
-def serve(family: str, call: NamedTuple, requested: str | None) -> ModuleType:
+def serve(
+    family: str, call: NamedTuple, requested: str | None, also: Callable[[ModuleType], str | None] | None = None
+) -> ModuleType:
     """The module that is to run a call: `choose`, kept for `taken`, with a warning where a tool is missing."""
-    choice = choose(family, call, requested)
+    choice = choose(family, call, requested, also)
     if _explaining.get():
         raise _Chosen(choice)
+    if choice.implementation == "cpu" and requested is None and not _builds(family):
+        choice = choose(family, call, requested, also)  # the C++ refuses now, and says what failed
     _taken.setdefault((family, choice.implementation, tuple(choice.passed_over.items())))
     for name, reason in choice.passed_over.items():
         if isinstance(reason, MissingTool) and (name, reason) not in _warned:
             _warned.add((name, reason))
             warnings.warn(f"{family} runs as {choice.implementation}: {name} cannot serve here, {reason}", stacklevel=2)
     return choice.module
+
+
+def _builds(family: str) -> bool:
+    """Builds the C++ of a family where that has not been done; False if it fails."""
+    from turbogr_plugin.kernels.cpu import build
+
+    try:
+        build.load(build.extension_of(family))
+    except RuntimeError:
+        return False
+    return True
 
 
 def taken() -> dict[str, list[dict[str, Any]]]:
@@ -149,18 +172,18 @@ def taken() -> dict[str, list[dict[str, Any]]]:
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for family, implementation, reasons in _taken:
-        told = {"implementation": implementation, "details": dict(details(implementation))}
+        told = {"implementation": implementation, "details": dict(details(family, implementation))}
         found.setdefault(family, []).append({**told, "passed_over": dict(reasons)})
     return found
 
 
-def details(implementation: str) -> Mapping[str, str]:
+def details(family: str, implementation: str) -> Mapping[str, str]:
     """Which paths an implementation takes on this machine, such as the instructions its C++ was built for."""
     if implementation != "cpu":
         return {}
     from turbogr_plugin.kernels.cpu import build
 
-    return build.describe()
+    return build.describe(family)
 
 
 class _Chosen(Exception):
@@ -186,13 +209,14 @@ def explain(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
 
     Raises:
         ValueError: arguments that the operator refuses.
-        TypeError: `operator` came to its end without a dispatched operator of this package.
+        TypeError: `operator` came to its end without a dispatched operator of this package; so does every call with
+            tensors that have no data (meta, FakeTensor).
     """
     token = _explaining.set(True)
     try:
         operator(*args, **kwargs)
     except _Chosen as chosen:
-        return replace(chosen.choice, details=details(chosen.choice.implementation))
+        return replace(chosen.choice, details=details(chosen.choice.family, chosen.choice.implementation))
     finally:
         _explaining.reset(token)
     raise TypeError(f"operator must be a dispatched operator of turbogr_plugin.kernels, got {operator!r}")

@@ -3,7 +3,8 @@
 fbgemm has CUDA kernels only, so that TorchRec's index dedup does not run on CPU; it still does not, since stock CPU
 behaviour is left alone.
 
-How many ids are unique only their values tell: the host waits for the device, once (fbgemm's CUDA kernel twice).
+What runs is the family jagged_unique. How many ids are unique only their values tell: the host waits for the device,
+once (fbgemm's CUDA kernel twice).
 
 Left out: jagged_hash_size_cumsum and jagged_acc_weights_and_counts, which TorchRec does not call.
 """
@@ -13,16 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from turbogr_plugin.kernels import dispatch
+from turbogr_plugin.kernels.lookup_call import UniqueCall
 from turbogr_plugin.kernels.npu_operators import NpuKernel
-from turbogr_plugin.kernels.segments import (
-    check_indices,
-    check_offsets_shape,
-    complete_offsets,
-    gather,
-    search,
-    segment_ids,
-    segments_of,
-)
+from turbogr_plugin.kernels.segments import check_indices, check_offsets_shape, complete_offsets, gather, segments_of
 
 
 def jagged_unique_indices(
@@ -55,20 +50,13 @@ def jagged_unique_indices(
         lengths = torch.zeros(features * batch, dtype=offsets.dtype, device=offsets.device)
         return lengths, lengths.new_zeros(features * batch + 1), indices.new_empty(0), nothing
     tables = hash_size_offsets.to(torch.int64)
-    table = segments_of(tables, segment_ids(offsets.to(torch.int64), indices.numel()) // batch)
-    order = torch.sort(indices, stable=True).indices
-    if features > 1:
-        order = gather(order, torch.sort(gather(table, order), stable=True).indices)
-    ids, table = gather(indices, order), gather(table, order)
-    first = torch.ones_like(ids, dtype=torch.bool)
-    first[1:] = (ids[1:] != ids[:-1]) | (table[1:] != table[:-1])
-    counted = complete_offsets(first.to(torch.int64))  # unique ids before each sorted id
-    place = counted[1:] - 1
-    reverse = torch.empty_like(place).scatter_(0, order, place)
-    unique = int(counted[-1])  # the one wait
-    unique_indices = torch.empty(unique, dtype=indices.dtype, device=indices.device).scatter_(0, place, ids)
-    ends = search(table, torch.arange(tables.numel() - 1, device=table.device))
-    of_table = torch.cat([counted[:1], gather(counted, ends)]).diff()
+    begins = gather(offsets.to(torch.int64), tables * batch)
+    # Positions that no bag claims go to the nearest table, whatever contradicts itself to no place outside.
+    begins = begins.masked_fill(tables <= 0, 0).masked_fill(tables >= features, indices.numel())
+    begins = begins.clamp(0, indices.numel()).cummax(0).values
+    call = UniqueCall(indices, begins)
+    unique_indices, ends, reverse = dispatch.serve("jagged_unique", call, None).unique(call)
+    of_table = ends.diff()
     lengths = _spread(of_table, tables, features, batch).to(offsets.dtype)
     return lengths, complete_offsets(lengths).to(offsets.dtype), unique_indices, reverse
 

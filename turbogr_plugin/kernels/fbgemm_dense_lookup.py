@@ -6,62 +6,54 @@ PoolingMode.NONE was asked for, and it ignores output_dtype and variable batch s
 fbgemm checks no ids here, in any mode: CUDA reads outside of the tables. Ids that no table has give zeros here and get
 no gradient, and are logged as those of the fused tables are in mode WARNING (fbgemm_bounds_check.py).
 
-The gradient has the size of the tables. It is summed in float32, in the order of the batch (see `sum_by_row` in
-coalesce_rows.py for chips that add with atomics), and rounded once to the tables' dtype.
+What runs is the family jagged_lookup. The gradient has the size of the tables. It is summed in float32, in the order of
+the batch (a chip that adds with atomics keeps it under torch.use_deterministic_algorithms(True) only), and rounded once
+to the tables' dtype.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from turbogr_plugin.kernels import dispatch
 from turbogr_plugin.kernels.fbgemm_bounds_check import PRUNED, report_later
+from turbogr_plugin.kernels.lookup_call import Lookup
 from turbogr_plugin.kernels.npu_operators import NpuKernel
-from turbogr_plugin.kernels.table_bags import Values, resolve_values
-from turbogr_plugin.kernels.table_pooling import (
-    Lookup,
-    check_lookup,
-    forward_lookup,
-    gradient_by_bag,
-    gradient_by_value,
-    indice_weights_gradient,
-    variable_batch,
-)
-from turbogr_plugin.kernels.table_pooling import (
-    output_dtype as dtype_of,
-)
-from turbogr_plugin.kernels.table_rows import FlatTables, Rows, Tables, add_rows
+from turbogr_plugin.kernels.table_bags import resolve_values
+from turbogr_plugin.kernels.table_pooling import check_lookup, variable_batch
+from turbogr_plugin.kernels.table_pooling import output_dtype as dtype_of
+from turbogr_plugin.kernels.table_rows import FlatTables, Tables
 
 _LEFT_OUT = "give zeros and get no gradient; data-parallel tables have no bounds_check_mode that names them"
 
 
 class _DenseLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, indice_weights: Tensor | None, call: Lookup) -> Tensor:
-        values = resolve_values(call.tables, call.indices, call.offsets, call.variable)
-        report_later((values.absent & (call.indices != PRUNED)).sum(), _LEFT_OUT)
-        ctx.call = call
-        ctx.save_for_backward(values.rows.feature, values.rows.index, values.bag, values.absent)
-        return forward_lookup(call, values)
+    def forward(ctx: Any, weights: Tensor, indice_weights: Tensor | None, call: Lookup, module: ModuleType) -> Tensor:
+        (output,), kept = module.forward(call)
+        ctx.call, ctx.module = call, module
+        ctx.save_for_backward(*kept)
+        result: Tensor = output
+        return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call: Lookup = ctx.call
-        feature, index, bag, absent = ctx.saved_tensors
-        values = Values(Rows(feature, index), bag, absent)
-        by_bag = gradient_by_bag(call, output_gradient)
-        indice_gradient = None
-        if call.indice_weights is not None and ctx.needs_input_grad[1]:
-            indice_gradient = indice_weights_gradient(call, values, by_bag).to(call.indice_weights.dtype)
-        weights_gradient = None
-        if ctx.needs_input_grad[0]:
-            by_value = gradient_by_value(call, values, by_bag).masked_fill(absent.unsqueeze(1), 0.0)
-            weights_gradient = add_rows(call.weights, call.tables, values.rows, by_value).to(call.weights.values.dtype)
-        return weights_gradient, indice_gradient, None
+        wanted = call.indice_weights is not None and ctx.needs_input_grad[1]
+        weights_gradient, indice_gradient = ctx.module.dense_backward(call, ctx.saved_tensors, (gradient,), wanted)
+        return weights_gradient if ctx.needs_input_grad[0] else None, indice_gradient, None, None
+
+
+def _report_absent(call: Lookup) -> None:
+    """Counts the ids that no table has."""
+    values = resolve_values(call.tables, call.indices, call.offsets, call.variable)
+    report_later((values.absent & (call.indices != PRUNED)).sum(), _LEFT_OUT)
 
 
 def dense_embedding_codegen_lookup_function(
@@ -133,7 +125,9 @@ def dense_embedding_codegen_lookup_function(
         ),
     )
     check_lookup(call)
-    output: Tensor = _DenseLookup.apply(dev_weights, indice_weights, call)
+    module = dispatch.serve("jagged_lookup", call, None)
+    _report_absent(call)
+    output: Tensor = _DenseLookup.apply(dev_weights, indice_weights, call, module)
     return output
 
 

@@ -4,12 +4,16 @@ fbgemm checks in C++, in the Autograd kernel itself, that the tables lie on CPU,
 never reached from another device. These kernels therefore take the place of the whole operator, under
 AutogradPrivateUse1, and under PrivateUse1 for inference mode, which has no autograd.
 
-Everything is built from operators that torch_npu implements. Neither pass waits for the device: what decides a shape
-is known on the host, and the number of different rows stays on the device (coalesce_rows.py). Every touched row is
-updated once with the sum of its gradients, in the order of the batch. The lookup, the summing and the update are
-`lookup_rows`, `coalesce` with `sum_by_row`, and `update_rows`; they work on any device.
+What runs is the family jagged_lookup: Triton where it serves the call, else the reference, which is built from
+operators that torch_npu implements. Neither pass waits for the device: what decides a shape is known on the host, and
+the number of different rows stays on the device. Every touched row is updated once with the sum of its gradients, in
+the order of the batch.
 
-A lookup that goes backward twice (retain_graph=True) updates twice, as upstream.
+Stochastic rounding of tables in fp16 and bf16 (`stochastic_rounding`, on by default in fbgemm's modules) is keyed (see
+lookup_call.StochasticRounding). fbgemm hands over no seed, and a step with Adam and LAMB only. The seed is therefore a
+checksum of the sizes of the group of tables, the step otherwise the number of training lookups of this group so far:
+replicas of a group, which make the same lookups, round alike whatever their rank, and a run that is started again draws
+what it drew before. A run that goes on from a checkpoint may count anew, which repeats draws, not what they round.
 
 Left out, each refused by name: unified memory and caches, int8 and fp8 tables, int8 outputs, global weight decay,
 sparse gradients (OptimType.NONE), row counters of Adagrad, and variable batch sizes without pooling.
@@ -17,69 +21,20 @@ sparse gradients (OptimType.NONE), row counters of Adagrad, and variable batch s
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from turbogr_plugin.kernels import lookup_autograd
 from turbogr_plugin.kernels.fused_optimizers import OPTIMIZERS, Settings
-from turbogr_plugin.kernels.fused_update import FusedUpdate, backward_lookup
+from turbogr_plugin.kernels.lookup_call import FusedUpdate, Lookup, StochasticRounding
 from turbogr_plugin.kernels.npu_operators import NpuKernel
-from turbogr_plugin.kernels.table_bags import Values, resolve_values
-from turbogr_plugin.kernels.table_pooling import (
-    Lookup,
-    check_lookup,
-    forward_lookup,
-    gradient_by_bag,
-    indice_weights_gradient,
-    output_dtype,
-    variable_batch,
-)
-from turbogr_plugin.kernels.table_rows import FlatTables, Rows, Tables
-
-
-class _FusedLookup(torch.autograd.Function):
-    """The tables are no inputs of the graph: the backward pass changes them, and other lookups may be under way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        placeholder: Tensor,
-        indice_weights: Tensor | None,
-        output: Tensor | None,
-        call: Lookup,
-        update: FusedUpdate,
-    ) -> Tensor:
-        values = resolve_values(call.tables, call.indices, call.offsets, call.variable)
-        ctx.call, ctx.update, ctx.has_output = call, update, output is not None
-        ctx.save_for_backward(values.rows.feature, values.rows.index, values.bag, values.absent)
-        if output is not None:
-            assert call.variable is not None
-            ctx.mark_dirty(output)
-            # the node must not hold what it returns: they would keep each other alive
-            ctx.call = replace(call, variable=replace(call.variable, output=None))
-        return forward_lookup(call, values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        call: Lookup = ctx.call
-        update: FusedUpdate = ctx.update
-        feature, index, bag, absent = ctx.saved_tensors
-        values = Values(Rows(feature, index), bag, absent)
-        gradient = output_gradient
-        if update.max_gradient is not None:
-            gradient = gradient.clamp(-update.max_gradient, update.max_gradient)
-        by_bag = gradient_by_bag(call, gradient)
-        weights_gradient = None
-        if call.indice_weights is not None and ctx.needs_input_grad[1]:
-            weights_gradient = indice_weights_gradient(call, values, by_bag).to(call.indice_weights.dtype)
-        backward_lookup(call, values, by_bag, update)
-        # groups of tables that share one output are chained by it: each passes the whole gradient on, as upstream
-        return None, weights_gradient, output_gradient if ctx.has_output else None, None, None
+from turbogr_plugin.kernels.table_pooling import check_lookup, output_dtype, variable_batch
+from turbogr_plugin.kernels.table_rows import FlatTables, Tables
 
 
 def _flat(name: str, parts: list[Tensor]) -> FlatTables:
@@ -130,6 +85,21 @@ def _lookup_of(given: Mapping[str, Any]) -> Lookup:
     )
 
 
+_lookups_of_groups = WeakTensorKeyDictionary()  # by the flat buffer of their weights: how many in training
+
+
+def _rounding(given: Mapping[str, Any]) -> StochasticRounding | None:
+    """The key of this lookup's update; None for tables that are not rounded, and where no update will come."""
+    weights: Tensor = given["weights"][0]
+    if weights.dtype not in (torch.float16, torch.bfloat16) or not torch.is_grad_enabled():
+        return None
+    step = given["aux_int"][0]
+    if step == 0:
+        step = _lookups_of_groups[weights] = _lookups_of_groups.get(weights, 0) + 1
+    sizes = (weights.numel(), given["D_offsets"].numel(), given["total_D"], given["max_D"])
+    return StochasticRounding(zlib.crc32(repr(tuple(map(int, sizes))).encode()), step & 0xFFFFFFFF)
+
+
 def _update_of(optimizer: str, given: Mapping[str, Any]) -> FusedUpdate:
     _, _, _, apply_global_weight_decay, gradient_clipping, stochastic_rounding, _ = given["aux_bool"]
     if apply_global_weight_decay:
@@ -149,16 +119,21 @@ def _update_of(optimizer: str, given: Mapping[str, Any]) -> FusedUpdate:
         **dict(zip(_FLOATS[optimizer], given.get("optim_float", ()), strict=True)),
     )
     return FusedUpdate(
-        optimizer=OPTIMIZERS[optimizer],
+        optimizer=optimizer,
         states=tuple(states),
         settings=settings,
         max_gradient=given["aux_float"][1] if gradient_clipping else None,
-        stochastic_rounding=stochastic_rounding,
+        stochastic_rounding=_rounding(given) if stochastic_rounding else None,
     )
 
 
-def fused_lookup(optimizer: str, given: Mapping[str, Any]) -> Tensor:
+def fused_lookup(optimizer: str, given: Mapping[str, Any], implementation: str | None = None) -> Tensor:
     """fbgemm::split_embedding_codegen_lookup_<optimizer>_function_pt2 with its arguments by name.
+
+    Args:
+        optimizer: a name of OPTIMIZERS.
+        given: all arguments.
+        implementation: reference, cpu or triton; None: the fastest that serves the call.
 
     Raises:
         ValueError: shapes, dtypes or modes that do not fit together.
@@ -166,9 +141,11 @@ def fused_lookup(optimizer: str, given: Mapping[str, Any]) -> Tensor:
     """
     call = _lookup_of(given)
     check_lookup(call)
-    update = _update_of(optimizer, given)
-    output: Tensor = _FusedLookup.apply(
-        given["placeholder_autograd_tensor"], call.indice_weights, given["vbe_output"], call, update
+    (output,) = lookup_autograd.fused_lookup(
+        call,
+        _update_of(optimizer, given),
+        placeholder=given["placeholder_autograd_tensor"],
+        implementation=implementation,
     )
     return output
 
@@ -205,14 +182,14 @@ def _schema(optimizer: str, own_arguments: str) -> str:
     return f"fbgemm::split_embedding_codegen_lookup_{optimizer}_function_pt2{_COMMON}{own_arguments}{_BATCH}"
 
 
-def operator_function(optimizer: str) -> Callable[..., Tensor]:
+def operator_function(optimizer: str, implementation: str | None = None) -> Callable[..., Tensor]:
     """The kernel of one optimizer: takes the operator's arguments by position, by name, or left at their defaults."""
     parameters = torch._C.parse_schema(_schema(optimizer, _OWN_ARGUMENTS[optimizer])).arguments
     names = [parameter.name for parameter in parameters]
     defaults = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
 
     def lookup(*args: Any, **kwargs: Any) -> Tensor:
-        return fused_lookup(optimizer, defaults | dict(zip(names, args, strict=False)) | kwargs)
+        return fused_lookup(optimizer, defaults | dict(zip(names, args, strict=False)) | kwargs, implementation)
 
     return lookup
 

@@ -1,7 +1,7 @@
 """The optimizers that fbgemm fuses into the backward pass of a table lookup, on a block of touched rows.
 
 Each is a function of rows of weights, their summed gradients and the rows of its states; it knows neither tables nor
-ids. Arithmetic is in float32 whatever the tables' dtype is.
+ids. Arithmetic is in float32 whatever the tables' dtype is (float64 for tables in float64).
 
 Source: fbgemm_gpu 1.8.0, codegen/genscript/optimizers.py, the variants for accelerators: they honour weight decay and
 max_norm, which the CPU kernel ignores in its fast path. Left out: global weight decay, counters and CowClip

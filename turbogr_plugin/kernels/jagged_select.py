@@ -2,8 +2,8 @@
 
 Plain PyTorch on every device, differentiable by torch. Each function is one gather whose indices are computed on the
 device: nothing waits for it, and the number of values of a result is taken from the shapes or given by the caller. What
-contradicts the values of `offsets` is an error on CPU; elsewhere, where looking would mean to wait, it gives
-meaningless values, never a read outside a tensor.
+contradicts the values of `offsets` is an error on CPU; elsewhere, where looking would mean to wait, and in a compiled
+graph it gives meaningless values, never a read outside a tensor.
 
 Left out: padding and its inverse (fbgemm's jagged_to_padded_dense), which no model of this package needs.
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.attention_mask import check_mask, check_mask_values
-from turbogr_plugin.kernels.offsets import check_offsets
-from turbogr_plugin.kernels.relative_bias import bucket_numbers, time_borders
+from turbogr_plugin.kernels.offsets import check_offsets, has_readable_values
+from turbogr_plugin.kernels.relative_bias import bucket_numbers, check_borders, time_borders
 from turbogr_plugin.kernels.segments import complete_offsets, copied_from, gather, segment_ids
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def concat_2d_jagged(left: Tensor, right: Tensor, left_offsets: Tensor, right_offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +139,7 @@ def target_tokens(values: Tensor, offsets: Tensor, num_targets: Tensor, *, total
     check_mask(offsets, num_targets, None, None, 0)
     check_mask_values(offsets, num_targets, None)
     target_offsets = complete_offsets(num_targets)
-    if target_offsets.device.type == "cpu" and int(target_offsets[-1]) != total:
+    if has_readable_values(target_offsets) and int(target_offsets[-1]) != total:
         raise ValueError(f"total must be the sum of num_targets {int(target_offsets[-1])}, got {total}")
     return _rows_at(values, copied_from(offsets[1:] - num_targets, num_targets, total)), target_offsets
 
@@ -165,18 +167,24 @@ def age_buckets(
     Raises:
         ValueError: arguments that do not fit together.
     """
+    if timestamps.dim() != 1 or timestamps.dtype not in _INTEGERS:
+        raise ValueError(f"timestamps must be int32 or int64 [T], got {timestamps.dtype} {tuple(timestamps.shape)}")
     total, rows = timestamps.size(0), offsets.numel() - 1
     check_offsets(offsets, total)
     if num_buckets < 1:
         raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
-    if request_times is not None and request_times.shape != (rows,):
-        raise ValueError(f"request_times must be [B] with B = {rows}, got {tuple(request_times.shape)}")
+    if request_times is not None and (request_times.shape != (rows,) or request_times.dtype not in _INTEGERS):
+        raise ValueError(
+            f"request_times must be int32 or int64 [B] with B = {rows}, got {request_times.dtype} "
+            f"{tuple(request_times.shape)}"
+        )
     borders = time_borders(num_buckets, timestamps.device) if time_buckets is None else time_buckets
     if borders.shape != (num_buckets - 1,) or borders.dtype != torch.float32:
         raise ValueError(
             f"time_buckets must be {num_buckets} - 1 borders in float32, got {borders.dtype} of shape "
             f"{tuple(borders.shape)}"
         )
+    check_borders(borders)
     if request_times is None:
         request_times = last_tokens(timestamps, offsets)
     at = gather(request_times.long(), segment_ids(offsets.long(), total))

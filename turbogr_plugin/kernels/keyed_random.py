@@ -26,6 +26,7 @@ class Purpose(enum.IntEnum):
     NEGATIVES = 1
     DROPOUT = 2
     TABLE_INIT = 3
+    ROUNDING = 4
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> Tensor:

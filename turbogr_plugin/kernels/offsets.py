@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 
 def lengths_to_offsets(lengths: Tensor) -> Tensor:
@@ -28,10 +29,20 @@ def positions(offsets: Tensor, total: int) -> Tensor:
     return torch.arange(total, device=offsets.device) - offsets[row_ids(offsets, total)]
 
 
+def has_readable_values(tensor: Tensor) -> bool:
+    """Whether the host can read the values of a tensor without waiting for a device.
+
+    Not while a compiler traces and not where a tensor has no data (FakeTensor): there is nothing to read yet.
+    """
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return detect_fake_mode(tensor) is None
+
+
 def check_offsets(offsets: Tensor, total: int, *, name: str = "offsets") -> None:
     """Raises ValueError unless `offsets` describes rows of `total` values.
 
-    Shape and dtype are always checked; the values only on CPU, where reading them does not wait for a device.
+    Shape and dtype are always checked; the values where the host can read them (see `has_readable_values`).
 
     Args:
         offsets: [B + 1], int32 or int64.
@@ -42,7 +53,7 @@ def check_offsets(offsets: Tensor, total: int, *, name: str = "offsets") -> None
         raise ValueError(f"{name} must be one-dimensional with B + 1 >= 1 elements, got shape {tuple(offsets.shape)}")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 or int64, got {offsets.dtype}")
-    if offsets.device.type != "cpu":
+    if not has_readable_values(offsets):
         return
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0 or last != total:

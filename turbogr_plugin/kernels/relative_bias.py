@@ -11,8 +11,10 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.compiler import assume_constant_result
 
-from turbogr_plugin.kernels.offsets import row_ids
+from turbogr_plugin.kernels.offsets import has_readable_values, row_ids
 
 BUCKET_LOG_WIDTH = 0.301
 _CPU = torch.device("cpu")
@@ -61,8 +63,19 @@ def _pinned_borders(num_buckets: int) -> Tensor:
     return _host_borders(num_buckets).pin_memory()
 
 
-@cache
+@assume_constant_result
 def _host_borders(num_buckets: int) -> Tensor:
+    """A compiler that meets it takes the values, and looks neither into the cache nor into the bisection."""
+    return _cached_borders(num_buckets)
+
+
+@cache
+def _cached_borders(num_buckets: int) -> Tensor:
+    with unset_fake_temporarily():  # what is cached here has data
+        return _bisected_borders(num_buckets)
+
+
+def _bisected_borders(num_buckets: int) -> Tensor:
     # Bits of positive floats are ordered as the floats are: the smallest gap of each bucket is found by bisection.
     bucket = torch.arange(1, num_buckets)
     low = torch.full((num_buckets - 1,), _BITS_OF_ONE, dtype=torch.int32)
@@ -102,3 +115,16 @@ def query_times(timestamps: Tensor, offsets: Tensor, convention: QueryTime) -> T
     following = torch.arange(1, total + 1, device=timestamps.device)
     is_last = following == offsets[row_ids(offsets, total) + 1]
     return torch.where(is_last, timestamps, torch.cat([timestamps[1:], timestamps[-1:]]))
+
+
+def check_borders(borders: Tensor) -> None:
+    """Raises ValueError unless the borders of buckets ascend, where the host can read them.
+
+    Args:
+        borders: [N - 1] float32.
+    """
+    if not has_readable_values(borders):
+        return
+    # Not by differences: those of two infinite borders are NaN.
+    if bool(borders.isnan().any()) or not bool((borders[1:] >= borders[:-1]).all()):
+        raise ValueError(f"time_buckets must be ascending borders, got {borders.tolist()}")

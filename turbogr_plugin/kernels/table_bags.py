@@ -10,7 +10,7 @@ apart here all the same (`Values.absent`), because fbgemm uses the id -1 for a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ class VariableBatch:
     """Number of elements of the output."""
     output: Tensor | None = None
     """[elements]: an output made by the caller for several groups of tables, of which this group fills its part."""
+
+    def without_output(self) -> VariableBatch:
+        """The same batch, for a backward pass."""
+        return replace(self, output=None)
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,6 @@ def resolve_values(tables: Tables, indices: Tensor, offsets: Tensor, variable: V
         offsets: [bags + 1] int32 or int64, non-decreasing.
         variable: batch sizes, if they are not one for all features.
     """
-    if indices.dim() != 1:
-        raise ValueError(f"indices has shape {tuple(indices.shape)}, needed is [number of values]")
     bags = check_bags(tables, offsets, variable)
     found = bags_of_positions(offsets.contiguous(), indices.numel())
     bag = found.clamp(0, max(bags - 1, 0))

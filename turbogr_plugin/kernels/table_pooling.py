@@ -4,16 +4,16 @@ An id of -1 (pruned row), or one that no bag claims, adds nothing; the length th
 upstream. The mean of weighted ids divides both passes by the length; fbgemm's CPU kernel forgets it in the backward
 pass.
 
-Left out: autograd and the operators' arguments (fbgemm_lookup.py, fbgemm_dense_lookup.py).
+Left out: the record of a call (lookup_call.py); autograd and the operators' arguments (fbgemm_lookup.py,
+fbgemm_dense_lookup.py, jagged_lookup.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from turbogr_plugin.kernels.lookup_call import MEAN, SEQUENCE, SUM, Lookup
 from turbogr_plugin.kernels.table_bags import (
     Values,
     VariableBatch,
@@ -22,31 +22,10 @@ from turbogr_plugin.kernels.table_bags import (
     check_bags,
     collect_bags,
 )
-from turbogr_plugin.kernels.table_rows import FlatTables, Tables, lookup_rows
+from turbogr_plugin.kernels.table_rows import lookup_rows
 
-SUM, MEAN, SEQUENCE = 0, 1, 2  # fbgemm's PoolingMode
 _OUTPUT_DTYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}  # fbgemm's SparseType
 _TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lookup:
-    """What a lookup reads, whether its optimizer is fused or not."""
-
-    weights: FlatTables
-    tables: Tables
-    indices: Tensor
-    """[N] int32 or int64."""
-    offsets: Tensor
-    """[bags + 1] int32 or int64."""
-    pooling: int
-    """SUM, MEAN or SEQUENCE."""
-    indice_weights: Tensor | None
-    """[N] float32, pooled lookups only."""
-    feature_requires_grad: Tensor | None
-    """[T]: for which features the gradient of `indice_weights` is wanted."""
-    output_dtype: torch.dtype
-    variable: VariableBatch | None
 
 
 def check_lookup(call: Lookup) -> None:
@@ -70,6 +49,8 @@ def check_lookup(call: Lookup) -> None:
     for name, tensor in (("indices", call.indices), ("offsets", call.offsets)):
         if tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be int32 or int64, got {tensor.dtype}")
+    if call.indices.dim() != 1:
+        raise ValueError(f"indices has shape {tuple(call.indices.shape)}, needed is [number of values]")
     if call.indice_weights is not None and call.indice_weights.numel() != call.indices.numel():
         raise ValueError(
             f"indice_weights has {call.indice_weights.numel()} elements for {call.indices.numel()} indices"
@@ -77,56 +58,67 @@ def check_lookup(call: Lookup) -> None:
     check_bags(call.tables, call.offsets, call.variable)
 
 
-def forward_lookup(call: Lookup, values: Values) -> Tensor:
+def forward_lookup(call: Lookup, values: Values) -> tuple[Tensor, ...]:
     """Looks up and pools.
 
     Returns:
-        [N, D] without pooling, else [B, total_D] or the flat output of variable batch sizes.
+        Without pooling the rows of each block, [ids of the block, D]; else one tensor, [B, total_D] or the flat output
+        of variable batch sizes.
     """
     found = lookup_rows(call.weights, call.tables, values.rows)
     if call.pooling == SEQUENCE:
-        return found.masked_fill(values.absent.unsqueeze(1), 0.0).to(call.output_dtype)
-    bags = call.offsets.numel() - 1
-    found = found.to(torch.float32)
+        found = found.masked_fill(values.absent.unsqueeze(1), 0.0)
+        if call.output_dtypes is None:
+            return (found.to(call.output_dtype),)
+        return tuple(found[block.begin : block.end].to(block.dtype, copy=True) for block in call.blocks)
+    bags = call.bags
+    found = found.to(call.accumulation)
     if call.indice_weights is not None:
-        found = found * call.indice_weights.to(torch.float32).unsqueeze(1)
+        found = found * call.indice_weights.to(call.accumulation).unsqueeze(1)
     # one bag more than there are takes what is absent: a factor of zero would not stop an infinite weight
     bag = values.bag.masked_fill(values.absent, bags)
     pooled = found.new_zeros(bags + 1, call.tables.max_d).index_add_(0, bag, found)[:bags]
     if call.pooling == MEAN:
         pooled = pooled / bag_lengths(call.offsets).unsqueeze(1)
-    return arrange_bags(pooled, call.tables, call.output_dtype, call.variable)
+    return (arrange_bags(pooled, call.tables, call.output_dtype, call.variable),)
 
 
-def gradient_by_bag(call: Lookup, output_gradient: Tensor) -> Tensor:
-    """[bags, max_D] float32 (without pooling [N, D]): gradient of each bag's sum."""
+def gradient_by_bag(call: Lookup, grads: tuple[Tensor, ...]) -> Tensor:
+    """[bags, max_D] (without pooling [N, D]) in the dtype of sums: the gradient of each bag's sum.
+
+    Where there are no bags it has one row of zeros, for ids that no bag claims.
+    """
     if call.pooling == SEQUENCE:
-        return output_gradient.to(torch.float32)
-    gradient = collect_bags(output_gradient, call.tables, call.offsets.numel() - 1, call.variable).to(torch.float32)
+        wide = [gradient.to(call.accumulation) for gradient in grads]
+        return wide[0] if len(wide) == 1 else torch.cat(wide)
+    if call.bags == 0:
+        return grads[0].new_zeros(1, call.tables.max_d, dtype=call.accumulation)
+    gradient = collect_bags(grads[0], call.tables, call.bags, call.variable).to(call.accumulation)
     return gradient / bag_lengths(call.offsets).unsqueeze(1) if call.pooling == MEAN else gradient
 
 
 def gradient_by_value(call: Lookup, values: Values, by_bag: Tensor, order: Tensor | None = None) -> Tensor:
-    """[N, max_D] float32: gradient of each looked-up row, in the given order of positions."""
+    """[N, max_D] in the dtype of sums: gradient of each looked-up row, in the given order of positions."""
     if call.pooling == SEQUENCE:
         return by_bag if order is None else by_bag.index_select(0, order)
     gradient = by_bag.index_select(0, values.bag if order is None else values.bag.index_select(0, order))
     if call.indice_weights is None:
         return gradient
     factor = call.indice_weights if order is None else call.indice_weights.index_select(0, order)
-    return gradient * factor.to(torch.float32).unsqueeze(1)
+    return gradient * factor.to(call.accumulation).unsqueeze(1)
 
 
-def indice_weights_gradient(call: Lookup, values: Values, by_bag: Tensor) -> Tensor:
-    """[N] float32: gradient of `indice_weights`; zero where the feature does not want it."""
-    found = lookup_rows(call.weights, call.tables, values.rows).to(torch.float32)
+def gradient_of_indice_weights(call: Lookup, values: Values, by_bag: Tensor) -> Tensor:
+    """[N], dtype of `indice_weights`: their gradient; zero where the feature does not want it."""
+    assert call.indice_weights is not None
+    found = lookup_rows(call.weights, call.tables, values.rows).to(call.accumulation)
     product = found * by_bag.index_select(0, values.bag)
     columns = call.tables.columns(values.rows.feature)
     gradient = (product if columns is None else product.masked_fill(~columns, 0.0)).sum(1)
     unwanted = values.absent
     if call.feature_requires_grad is not None:
         unwanted = unwanted | (call.feature_requires_grad == 0).index_select(0, values.rows.feature)
-    return gradient.masked_fill(unwanted, 0.0)
+    return gradient.masked_fill(unwanted, 0.0).to(call.indice_weights.dtype)
 
 
 def variable_batch(

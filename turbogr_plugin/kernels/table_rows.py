@@ -8,7 +8,7 @@ A block of rows is [N, max_D]. Where a table is narrower than max_D, the surplus
 columns, when reading as well as when writing: an elementwise update gives them equal values, and equal values written
 to one place are harmless. Whoever sums over a row masks them (`Tables.columns`).
 
-Left out: the choice of rows (table_bags.py), their update (fused_optimizers.py), caches and unified memory.
+Left out: the choice of rows (table_bags.py), their update (reference/lookup_update.py), caches and unified memory.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class Tables:
     unit: int = 1
     """A number that divides all widths; tables of several widths are addressed in units of so many columns. fbgemm's
     fused tables have widths that 4 divides, which makes their addresses a fourth as many."""
+    aligned: bool = True
+    """Whether the largest width divides the begin of each table and the size of the buffer. Beside tables of other
+    widths, which no feature reads, it may not; `unit` then divides their widths too."""
 
     @property
     def features(self) -> int:
@@ -43,8 +46,13 @@ class Tables:
 
     @property
     def uniform(self) -> bool:
-        """Whether all tables have one width, so that a buffer is a matrix of rows."""
+        """Whether all features have one width."""
         return self.total_d == self.features * self.max_d
+
+    @property
+    def matrix(self) -> bool:
+        """Whether a buffer is a matrix of rows."""
+        return self.uniform and self.aligned
 
     @cached_property
     def widths(self) -> Tensor:
@@ -54,7 +62,11 @@ class Tables:
 
     @cached_property
     def heights(self) -> Tensor:
-        """[T] int64: number of rows of each feature's table: the distance to the next greater `first_row`."""
+        """[T] int64: number of rows of each feature's table.
+
+        The distance to the next greater `first_row`: a table without rows must lie behind all others, else its features
+        are taken for those of the table behind it, as in fbgemm, whose operators are told no more.
+        """
         begins, _ = self.first_row.sort()
         following = torch.searchsorted(begins, self.first_row[:-1], right=True)
         return begins.index_select(0, following.clamp(max=self.features)) - self.first_row[:-1]
@@ -109,7 +121,7 @@ def lookup_rows(buffer: FlatTables, tables: Tables, rows: Rows) -> Tensor:
     if buffer.values.numel() == 0:
         return buffer.values.new_zeros(count, tables.max_d)
     places = _places(buffer, tables, rows)
-    if tables.uniform:
+    if tables.matrix:
         return buffer.values.view(-1, tables.max_d).index_select(0, places)
     return buffer.values.view(-1, tables.unit).index_select(0, places.view(-1)).view(count, tables.max_d)
 
@@ -126,7 +138,7 @@ def store_rows(buffer: FlatTables, tables: Tables, rows: Rows, block: Tensor) ->
     if buffer.values.numel() == 0:
         return
     places = _places(buffer, tables, rows)
-    columns = tables.max_d if tables.uniform else tables.unit
+    columns = tables.max_d if tables.matrix else tables.unit
     rounded = block.to(buffer.values.dtype).reshape(-1, columns)
     buffer.values.view(-1, columns).index_put_((places.view(-1),), rounded)
 
@@ -151,28 +163,27 @@ def add_rows(buffer: FlatTables, tables: Tables, rows: Rows, block: Tensor) -> T
         buffer: gives shape and layout.
         tables: shapes of the tables.
         rows: [N].
-        block: [N, max_D] float32; surplus columns are not added.
+        block: [N, max_D] float32 or float64; surplus columns are not added.
 
     Returns:
-        [E] float32.
+        [E] in the dtype of `block`.
     """
-    total = torch.zeros_like(buffer.values, dtype=torch.float32)
+    total = torch.zeros_like(buffer.values, dtype=block.dtype)
     if buffer.values.numel() == 0:
         return total
     places = _places(buffer, tables, rows)
-    if tables.uniform:
+    if tables.matrix:
         return total.view(-1, tables.max_d).index_add_(0, places, block).view(-1)
     columns = tables.columns(rows.feature)
-    assert columns is not None
-    added = block.masked_fill(~columns, 0.0).view(-1, tables.unit)
+    added = (block if columns is None else block.masked_fill(~columns, 0.0)).reshape(-1, tables.unit)
     return total.view(-1, tables.unit).index_add_(0, places.view(-1), added).view(-1)
 
 
 def _places(buffer: FlatTables, tables: Tables, rows: Rows) -> Tensor:
     """[N] rows of the buffer seen as a matrix if the tables have one width, else [N, max_D / unit] units."""
-    columns = tables.max_d if tables.uniform else tables.unit
+    columns = tables.max_d if tables.matrix else tables.unit
     begin = torch.div(buffer.begin, columns, rounding_mode="floor").index_select(0, rows.feature)
-    if tables.uniform:
+    if tables.matrix:
         places = begin + rows.index
     else:
         width = torch.div(tables.widths, columns, rounding_mode="floor").index_select(0, rows.feature)

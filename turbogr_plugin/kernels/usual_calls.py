@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
+from turbogr_plugin.kernels.coalesce_rows import coalesce_rows
+from turbogr_plugin.kernels.fused_update import fused_update
 from turbogr_plugin.kernels.fuxi_attention import fuxi_attention
 from turbogr_plugin.kernels.gated_norm import gated_norm
 from turbogr_plugin.kernels.jagged_attention import hstu_attention
+from turbogr_plugin.kernels.jagged_lookup import jagged_lookup
+from turbogr_plugin.kernels.jagged_unique import jagged_unique
 from turbogr_plugin.kernels.output_projection import output_projection
 from turbogr_plugin.kernels.uvqk_projection import uvqk_projection
 
@@ -34,10 +38,16 @@ def usual_calls(device: torch.device) -> Mapping[str, Callable[[], Any]]:
         "position_bias": torch.zeros(_TOKENS, device=device),
         "host_offsets": [row * (_TOKENS // _ROWS) for row in range(_ROWS + 1)],
     }
+    ids = torch.arange(_TOKENS, device=device)
+    table, state = torch.zeros(_TOKENS, _DIM, device=device), torch.zeros(_TOKENS, device=device)
     return {
         "hstu_attention": lambda: hstu_attention(jagged, jagged, jagged, offsets, **attention),
         "fuxi_attention": lambda: fuxi_attention(jagged, jagged, jagged, offsets, **attention),
         "gated_norm": lambda: gated_norm(flat, flat, ones, ones),
         "uvqk_projection": lambda: uvqk_projection(flat, square.repeat(4, 1), [_WIDTH] * 4, norm_weight=ones),
         "output_projection": lambda: output_projection(flat, square, flat),
+        "jagged_lookup": lambda: jagged_lookup(table, ids, offsets, rows=[_TOKENS // 2] * 2, dim=_DIM),
+        "jagged_unique": lambda: jagged_unique(ids, offsets),
+        "coalesce_rows": lambda: coalesce_rows(ids, table),
+        "fused_update": lambda: fused_update(table, state, ids, table, "rowwise_adagrad", learning_rate=0.1),
     }

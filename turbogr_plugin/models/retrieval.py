@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig, dtype_to_data_type
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -119,6 +119,7 @@ class SequentialRetriever(nn.Module):
         loss: LossConfig,
         sharing: NegativeSharing,
         precision: torch.dtype = torch.float32,
+        table_precision: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
         """Args:
@@ -127,6 +128,7 @@ class SequentialRetriever(nn.Module):
         loss: temperature and normalisation.
         sharing: how the batches' negatives are drawn.
         precision: torch.float32, or torch.bfloat16 for autocast of the encoder.
+        table_precision: of the item table: torch.float32, torch.float16 or torch.bfloat16.
         device: of the item table; `torch.device("meta")` where TorchRec is to allocate the shards.
         """
         super().__init__()
@@ -137,6 +139,7 @@ class SequentialRetriever(nn.Module):
                     embedding_dim=config.dimensions().dim,
                     num_embeddings=num_items,
                     feature_names=[ITEM, NEGATIVE],
+                    data_type=dtype_to_data_type(table_precision),
                 )
             ],
             device=device,

@@ -1,10 +1,13 @@
-"""From a configuration to the sharded model: TorchRec's planner and DistributedModelParallel around the retriever."""
+"""From a configuration to the sharded model: TorchRec's planner and DistributedModelParallel around the retriever.
+
+The item table is looked up and updated by our lookup on every device, through its sharder.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
 
@@ -12,6 +15,7 @@ from turbogr_plugin.backend.collectives import ranks_per_host
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.models.retrieval import ITEM_TABLE, SequentialRetriever
 from turbogr_plugin.sharding.constraints import sequence_table_constraints
+from turbogr_plugin.sharding.jagged_sharders import JaggedEmbeddingCollectionSharder
 from turbogr_plugin.sharding.keyed_init import init_sharded_tables
 from turbogr_plugin.training.config import RunConfig
 from turbogr_plugin.training.gradient_scale import SumDataParallelWrapper
@@ -24,7 +28,7 @@ ITEM_WEIGHT = f"model.item_embeddings.embeddings.{ITEM_TABLE}.weight"
 #: As published: item embeddings start with this standard deviation.
 _ITEM_STD = 0.02
 
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def build_model(
@@ -41,11 +45,13 @@ def build_model(
         loss=config.loss,
         sharing=config.negatives.sharing,
         precision=_PRECISIONS[config.training.precision],
+        table_precision=_PRECISIONS[config.training.table_precision],
         device=torch.device("meta"),
     )
     fuse_table_optimizer(retriever.item_embeddings.parameters(), config.optimizer)
     task = RetrievalTask(retriever, group, loss_reduction=config.training.loss_reduction)
-    sharders = get_default_sharders()
+    rounding = {"stochastic_rounding": config.training.table_rounding == "stochastic"}
+    sharders = [JaggedEmbeddingCollectionSharder(fused_params=rounding)]
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=group.size(), local_world_size=ranks_per_host(group), compute_device=device.type),
         batch_size=max(1, config.training.global_batch_size // group.size()),

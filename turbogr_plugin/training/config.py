@@ -23,6 +23,8 @@ from turbogr_plugin.training.metrics import DEFAULT_CUTOFFS
 from turbogr_plugin.training.optimizers import OptimizerConfig
 
 Precision = Literal["fp32", "bf16"]
+TablePrecision = Literal["fp32", "fp16", "bf16"]
+TableRounding = Literal["stochastic", "nearest"]
 
 
 @dataclass(kw_only=True)
@@ -53,6 +55,10 @@ class TrainingConfig:
     "Samples of a step over all ranks."
     precision: Precision = "fp32"
     "fp32, or bf16 for autocast of the encoder."
+    table_precision: TablePrecision = "fp32"
+    "Of the embedding tables: fp32, or fp16 or bf16 for half the memory; docs/lookup.md says what that costs."
+    table_rounding: TableRounding = "stochastic"
+    "How updates round to tables in fp16 and bf16: stochastic, which keeps small updates on average, or nearest."
     matmul_precision: MatmulPrecision = "fp32"
     "Of float32 products: fp32; hf32 (HF32 on npu, TF32 on cuda), in which the paper trains; bf16 (cpu)."
     loss_reduction: LossReduction = "target"

@@ -24,6 +24,8 @@ _RESUMED = (
     "training.global_batch_size",
     "training.precision",
     "training.matmul_precision",
+    "training.table_precision",
+    "training.table_rounding",
     "training.loss_reduction",
 )
 _EVALUATED = ("model", "loss")

@@ -274,6 +274,7 @@ class Trainer:
             "versions": installed_versions(),
             "precision": self.config.training.precision,
             "matmul_precision": self.config.training.matmul_precision,
+            "table_precision": self.config.training.table_precision,
             "kernels": dispatch.taken(),
             "store": provenance(self.config, self.session.store)["store"],
             "test_users": len(result.users),

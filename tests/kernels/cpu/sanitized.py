@@ -1,9 +1,9 @@
 """Runs the C++ kernels under AddressSanitizer: python -m tests.kernels.cpu.sanitized [FAMILY ...].
 
 The kernels are built with it, as libraries of their own, and called forward and backward at all shapes of
-attention_shapes.py and dense_shapes.py, in the types that they serve. Pieces of a kernel's workspace have poisoned gaps
-between them, so that running over the end of one is found, too. Not seen are reads and writes inside the matrix
-products: oneDNN makes that code at run time.
+attention_shapes.py, dense_shapes.py and lookup_shapes.py, in the types that they serve. Pieces of a kernel's workspace
+have poisoned gaps between them, so that running over the end of one is found, too. Not seen are reads and writes inside
+the matrix products: oneDNN makes that code at run time.
 
 AddressSanitizer must be the first library of a process, so this one starts itself again with it.
 """
@@ -28,13 +28,15 @@ def _calls(family: str) -> int:
     import torch
 
     from tests.kernels.attention_cases import inputs, with_gradients
-    from tests.kernels.cpu import dense_shapes
+    from tests.kernels.cpu import dense_shapes, lookup_shapes
     from tests.kernels.cpu.attention_shapes import CASES, FUXI_CASES
     from turbogr_plugin.kernels.cpu import build
 
     build.load(family, sanitize=True)
     if family in dense_shapes.FAMILIES:
         return dense_shapes.run_all(family)
+    if family == "jagged_lookup":  # its extension serves all parts of the lookup
+        return lookup_shapes.run_all()
     cases = CASES if family == "jagged_attention" else FUXI_CASES
     calls = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

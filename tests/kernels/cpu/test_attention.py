@@ -134,6 +134,38 @@ def test_numbers_that_are_not_finite_stay_in_their_row(family: Any, bad: str) ->
         assert torch.equal(found[name][others], expected[name][others]), name
 
 
+@pytest.mark.parametrize(("family", "channel"), [("hstu", 0), ("fuxi", 0), ("fuxi", 1), ("fuxi", 2)])
+def test_gradients_that_are_not_finite_stay_in_their_row(family: Any, channel: int) -> None:
+    case = Case((7, 5, 9, 70), family=family)
+    x, others = inputs(case, torch.float32), torch.ones(91, dtype=torch.bool)
+    others[7:12] = False
+    output = x.call(implementation="cpu")
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+    expected = torch.autograd.grad(output, [x.q, x.k, x.v], weight, retain_graph=True)
+    weight[8, 1, channel * case.value_dim + 3] = float("inf")  # a token of the second row
+    for found, want in zip(torch.autograd.grad(output, [x.q, x.k, x.v], weight), expected, strict=True):
+        assert torch.equal(found[others], want[others])
+
+
+@pytest.mark.parametrize("table", ["time_bias", "position_bias"])
+@pytest.mark.parametrize("value", [-1e25, -1e30, torch.finfo(torch.float32).min])
+def test_pairs_masked_by_a_huge_negative_bias_count_for_nothing(table: str, value: float) -> None:
+    x = inputs(Case((40, 7, 90), time=3, position=60), torch.float32)
+    with torch.no_grad():
+        entries = getattr(x, table)
+        entries[entries.numel() // 2] = value
+    found, expected = (with_gradients(x, x.call(implementation=name)) for name in ("cpu", "reference"))
+    for name, want in expected.items():
+        torch.testing.assert_close(found[name], want, rtol=2e-6, atol=2e-6 * float(want.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("window", [2**31, 2**62, 2**63 - 1])
+def test_a_window_longer_than_any_row_is_none(window: int) -> None:
+    case = Case((40, 7), targets=(3, 0), contextual=2)
+    expected = _run(inputs(case, torch.float32))
+    _assert_same_bits(_run(inputs(replace(case, window=window), torch.float32)), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strided_views_give_the_bits_of_copies(family: Any, dtype: torch.dtype) -> None:
@@ -209,7 +241,14 @@ def test_the_library_itself_refuses_what_it_would_read_past_the_end_for(changes:
 
 
 @pytest.mark.parametrize(
-    "borders", [(0.0, 0.5, 1.0), (1000.0, 1000.0, 1000.25, 1001.0), (5.0, 2.0**62), (-3.0, 0.0, 2.0**63)]
+    "borders",
+    [
+        (0.0, 0.5, 1.0),
+        (1000.0, 1000.0, 1000.25, 1001.0),
+        (1000.0, 1000.0 + 2**-14, 1000.0 + 2**-13, 1001.0),  # neighbours in float32: no table of places parts them
+        (5.0, 2.0**62),
+        (-3.0, 0.0, 2.0**63),
+    ],
 )
 def test_buckets_are_exact_for_any_borders(borders: tuple[float, ...]) -> None:
     gaps = torch.tensor([0, 1, 2, 4, 5, 6, 999, 1000, 1001, 2**24 + 1, 2**40, 2**62, 2**63 - 1])

@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.attention_cases import Case, inputs
 from turbogr_plugin import cli
+from turbogr_plugin.kernels import dispatch
 from turbogr_plugin.kernels.cpu import build, jagged_attention
 from turbogr_plugin.kernels.dispatch import MissingTool
 
@@ -43,7 +44,7 @@ def test_without_a_compiler_the_reference_runs_and_the_kernel_says_why(
         assert "the compiler '/nowhere/c++' is not there" in reason
         with pytest.warns(UserWarning, match="runs as reference: cpu cannot serve here"):
             assert x.call().shape == x.v.shape
-        assert build.describe()["float32"] == "not built yet (turbogr build)"
+        assert build.describe()["float32"] == "not known before turbogr build"
     finally:
         build._missing.cache_clear()
 
@@ -59,6 +60,23 @@ def test_a_failed_build_is_the_reason_from_then_on(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="line 7"):
         build.load("jagged_attention")
     assert build.missing("jagged_attention") == "its build failed: line 7: error"
+
+
+def test_a_call_whose_build_fails_is_served_by_the_reference_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "_failed", {})
+    monkeypatch.setattr(dispatch, "_warned", set())
+
+    def fail(_: object) -> None:
+        raise RuntimeError("line 7: error")
+
+    monkeypatch.setattr(build.native_build, "load", fail)
+    x = inputs(Case((3, 2)), torch.float32)
+    with pytest.warns(UserWarning, match="cpu cannot serve here, its build failed: line 7"):
+        found = x.call()
+    assert torch.equal(found, x.call(implementation="reference"))
+    with pytest.raises(ValueError, match=r"'cpu' cannot serve this call.*its build failed: line 7"):
+        x.call(implementation="cpu")
 
 
 def test_the_build_command_refuses_an_unknown_family(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from turbogr_plugin.kernels.triton import gated_norm, jagged_attention, targets
 
 
 def test_the_package_imports_no_triton() -> None:
-    modules = ("jagged_attention", "fuxi_attention", "gated_norm")
+    modules = ("jagged_attention", "fuxi_attention", "gated_norm", "jagged_lookup", "coalesce_rows", "fused_update")
     code = "; ".join(f"import turbogr_plugin.kernels.triton.{name}" for name in modules)
     code += "; import sys; print(any(name.partition('.')[0] == 'triton' for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -39,4 +39,5 @@ def test_a_missing_package_is_named(device_type: str, package: str) -> None:
 def test_dtypes_and_dims_that_no_kernel_serves_are_refused() -> None:
     assert targets.refuses_tensors(torch.zeros(1, dtype=torch.bfloat16), D=256, E=25) is None
     assert "float64" in str(targets.refuses_tensors(torch.zeros(1, dtype=torch.float64)))
+    assert "float64" in str(targets.refuses_tensors(torch.zeros(1), None, torch.zeros(1, dtype=torch.float64)))
     assert targets.refuses_tensors(torch.zeros(1), D=8, E=257) == "E = 257 is not in [1, 256]"

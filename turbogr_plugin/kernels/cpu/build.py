@@ -28,6 +28,9 @@ _COMMON_FLAGS = ("-O3", "-DNDEBUG", "-std=c++20", "-fopenmp", "-fno-strict-alias
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mprefer-vector-width=512", "-DCPU_CAPABILITY_AVX512", "-DCPU_CAPABILITY=AVX512")
 _AVX2_FLAGS = ("-march=x86-64-v3", "-DCPU_CAPABILITY_AVX2", "-DCPU_CAPABILITY=AVX2")
 _DEFAULT_FLAGS = ("-DCPU_CAPABILITY_DEFAULT", "-DCPU_CAPABILITY=DEFAULT")
+# Lookups and their updates are the same bits as the reference: no product is fused with a sum. Square roots and
+# comparisons are vectors only where they set no flags.
+_FAMILY_FLAGS = {"jagged_lookup": ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")}
 # Redzones between the pieces of a kernel's workspace come with it (see workspace.h).
 _SANITIZE_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address", "-U_FORTIFY_SOURCE")
 
@@ -37,6 +40,14 @@ def families() -> tuple[str, ...]:
     from turbogr_plugin.kernels.dispatch import FAMILIES
 
     return tuple(family for family in FAMILIES if (SOURCE_FOLDER / f"{family}.cpp").exists())
+
+
+_SHARED_EXTENSIONS = dict.fromkeys(("jagged_unique", "coalesce_rows", "fused_update"), "jagged_lookup")
+
+
+def extension_of(family: str) -> str:
+    """The extension that has the C++ of a family: its own, or that of the lookup, which is made of the same parts."""
+    return _SHARED_EXTENSIONS.get(family, family)
 
 
 def capability() -> str:
@@ -72,7 +83,7 @@ def extension(family: str, *, sanitize: bool = False) -> native_build.Extension:
         what=f"the C++ kernel of {family}",
         folder=SOURCE_FOLDER,
         sources=sources,
-        flags=(*flags, *(_SANITIZE_FLAGS if sanitize else ())),
+        flags=(*flags, *_FAMILY_FLAGS.get(family, ()), *(_SANITIZE_FLAGS if sanitize else ())),
         link_flags=("-fopenmp", *(("-fsanitize=address",) if sanitize else ())),
     )
 
@@ -118,18 +129,30 @@ def _missing(family: str) -> str | None:
     return None if native_build.library_path(wanted).exists() else native_build.missing_tools(wanted)
 
 
-def describe() -> dict[str, str]:
+_MULTIPLIED_TYPES = {
+    "jagged_attention": ("float32", "bfloat16", "float16"),
+    "fuxi_attention": ("float32", "bfloat16", "float16"),
+    "uvqk_projection": ("float32",),
+    "output_projection": ("float32",),
+}
+"""The types of the matrix products of each family that has any."""
+
+
+def describe(family: str = "jagged_attention") -> dict[str, str]:
     """Which paths the kernels take in this process, for explain, doctor and metrics.json. Builds nothing.
 
     Returns:
-        vectors (the at::vec variant), float32, bfloat16 and float16 (what multiplies matrices of each type).
+        vectors (the at::vec variant), and for each type of matrix that the family multiplies, by what.
     """
     vectors = {"AVX512": "AVX-512", "AVX2": "AVX2", "DEFAULT": f"plain {platform.machine()}"}[capability()]
-    family = "jagged_attention"
-    if family not in _loaded and not native_build.library_path(extension(family)).exists():
-        unknown = "not built yet (turbogr build)"
-        return {"vectors": vectors, "float32": unknown, "bfloat16": unknown, "float16": unknown}
-    return {"vectors": vectors, **load(family).matrix_products()}
+    types = _MULTIPLIED_TYPES.get(family, ())
+    asked = "jagged_attention"  # all products are those of one header, which this extension tells about
+    if not types:
+        return {"vectors": vectors}
+    if asked not in _loaded and not native_build.library_path(extension(asked)).exists():
+        return {"vectors": vectors, **dict.fromkeys(types, "not known before turbogr build")}
+    products = load(asked).matrix_products()
+    return {"vectors": vectors, **{name: text for name, text in products.items() if name.startswith(types)}}
 
 
 def brgemm_rate(dtype: torch.dtype) -> float:

@@ -23,7 +23,8 @@ _UNBIASED = {"BUCKETS": 0, "POSITIONS": 0}
 def refuses(call: FuxiAttentionCall) -> str | None:
     """Why Triton cannot serve this call: the device, a missing package, a dtype or a dim."""
     reason = targets.refuses_device(call.q.device.type)
-    return reason or targets.refuses_tensors(call.q, D=call.q.shape[2], E=call.v.shape[2])
+    tables = (call.time_bias, call.time_decay, call.position_bias)
+    return reason or targets.refuses_tensors(call.q, *tables, D=call.q.shape[2], E=call.v.shape[2])
 
 
 def _time_table(call: FuxiAttentionCall) -> Tensor:

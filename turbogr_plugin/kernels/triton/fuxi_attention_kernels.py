@@ -54,7 +54,7 @@ def temporal_weights(
     return tl.where(allowed, weights, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "full_tail"])
 def forward_kernel(
     Q,
     K,
@@ -139,7 +139,7 @@ def forward_kernel(
         store_tile(Channels + 2 * E, positional * bias_scale, start, queries, length, vd, heads * 3 * E, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "full_tail"])
 def key_value_gradient_kernel(
     Grad,
     Q,
@@ -235,7 +235,7 @@ def key_value_gradient_kernel(
         store_tile(DV + head * E, dv, start, keys, length, vd, heads * E, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "full_tail"])
 def table_gradient_kernel(
     Grad,
     V,

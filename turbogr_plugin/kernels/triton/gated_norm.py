@@ -22,7 +22,9 @@ _PROGRAMS_PER_CORE = 4
 
 def refuses(call: GatedNormCall) -> str | None:
     """Why Triton cannot serve this call: the device, a missing package, a dtype, or a group that is too wide."""
-    reason = targets.refuses_device(call.x.device.type) or targets.refuses_tensors(call.x)
+    reason = targets.refuses_device(call.x.device.type) or targets.refuses_tensors(
+        call.x, call.gate, call.weight, call.bias
+    )
     if reason is not None:
         return reason
     widest = widest_norm(call.x.device.type)

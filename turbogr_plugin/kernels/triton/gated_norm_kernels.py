@@ -24,7 +24,7 @@ def normalised(x, there, width, eps, CENTERED: tl.constexpr):
     return x * inverse[:, None], inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "step", "layer", "threshold"])
 def forward_kernel(
     X,
     Gate,
@@ -79,7 +79,7 @@ def forward_kernel(
         tl.store(where, y.to(Out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "step", "layer", "threshold"])
 def backward_kernel(
     Grad,
     X,

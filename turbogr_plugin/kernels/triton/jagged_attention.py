@@ -19,7 +19,8 @@ from turbogr_plugin.kernels.triton.attention_launch import Launch, last_dim_dens
 def refuses(call: HSTUAttentionCall) -> str | None:
     """Why Triton cannot serve this call: the device, a missing package, a dtype or a dim."""
     reason = targets.refuses_device(call.q.device.type)
-    return reason or targets.refuses_tensors(call.q, D=call.q.shape[2], E=call.v.shape[2])
+    dims = {"D": call.q.shape[2], "E": call.v.shape[2]}
+    return reason or targets.refuses_tensors(call.q, call.time_bias, call.position_bias, **dims)
 
 
 def forward(call: HSTUAttentionCall) -> Tensor:

@@ -37,7 +37,7 @@ from turbogr_plugin.kernels.triton.mask_kernels import (
 from turbogr_plugin.kernels.triton.tile_kernels import biased_scores, load_tile, silu_slope, store_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "full_tail"])
 def forward_kernel(
     Q,
     K,
@@ -131,7 +131,7 @@ def forward_kernel(
         store_tile(Out + head * E, out * scale, start, queries, length, vd, heads * E, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "full_tail"])
 def query_gradient_kernel(
     Grad,
     Q,
@@ -230,7 +230,7 @@ def query_gradient_kernel(
         store_tile(DQ + head * D, dq * (alpha * scale), start, queries, length, qd, heads * D, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "full_tail"])
 def key_value_gradient_kernel(
     Grad,
     Q,
@@ -335,7 +335,7 @@ def key_value_gradient_kernel(
         store_tile(DV + head * E, dv * scale, start, keys, length, vd, heads * E, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "full_tail"])
 def table_gradient_kernel(
     Grad,
     Q,

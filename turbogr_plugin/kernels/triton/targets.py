@@ -63,10 +63,11 @@ def refuses_device(device_type: str) -> str | None:
     return None
 
 
-def refuses_tensors(tensor: Tensor, **dims: int) -> str | None:
+def refuses_tensors(*tensors: Tensor | None, **dims: int) -> str | None:
     """Why a dtype or a dim cannot be served; None if all can."""
-    if tensor.dtype not in DTYPES:
-        return f"dtype {tensor.dtype} is not one of {', '.join(str(dtype) for dtype in DTYPES)}"
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"dtype {tensor.dtype} is not one of {', '.join(str(dtype) for dtype in DTYPES)}"
     for name, dim in dims.items():
         if not 1 <= dim <= LARGEST_DIM:
             return f"{name} = {dim} is not in [1, {LARGEST_DIM}]"

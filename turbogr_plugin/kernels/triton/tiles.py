@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from turbogr_plugin.kernels.triton.targets import Target
+from turbogr_plugin.kernels.triton.targets import ASCEND_SOCS, Target
 
 Pass = Literal[
     "forward",
@@ -38,8 +38,7 @@ DIMS = (64, 128, 256)
 _SMALL, _LARGE = Tile(32, 32), Tile(64, 64)
 _WIDE = Tile(64, 32)
 
-# Tiles for dims up to 64, 128 and 256: the larger of the padded query/key and value dims counts. All SoCs that are
-# known have the same 192 KiB of unified buffer per vector core, or more.
+# Tiles for dims up to 64, 128 and 256: the larger of the padded query/key and value dims counts.
 _FLOAT32: dict[Pass, tuple[Tile, Tile, Tile]] = {
     "forward": (_LARGE, _LARGE, _SMALL),
     "query_gradient": (_LARGE, _LARGE, _SMALL),
@@ -50,7 +49,11 @@ _FLOAT32: dict[Pass, tuple[Tile, Tile, Tile]] = {
     "fuxi_table_gradient": (_SMALL, _SMALL, _SMALL),
 }
 _FLOAT16 = _FLOAT32
-_ASCEND = {torch.float32: _FLOAT32, torch.float16: _FLOAT16, torch.bfloat16: _FLOAT16}
+_192_KIB = {torch.float32: _FLOAT32, torch.float16: _FLOAT16, torch.bfloat16: _FLOAT16}
+# All that are known have 192 KiB of unified buffer per vector core, or more; what those with more could take is not
+# known without one.
+_ASCEND = {"Ascend910B": _192_KIB, "Ascend910_93": _192_KIB, "Ascend950": _192_KIB}
+assert set(_ASCEND) == set(ASCEND_SOCS)
 
 # CUDA: 64 x 64 scores in float32 are 32 registers of each of 128 threads.
 _CUDA = {16: _LARGE, 32: _WIDE}
@@ -65,9 +68,10 @@ def cuda_options(dim: int) -> dict[str, int]:
     return {"num_warps": 8 if dim >= 128 else 4, "num_stages": 2}
 
 
-def ascend_tiles(kernel: Pass, dtype: torch.dtype) -> list[tuple[Tile, int]]:
-    """All entries of a kernel's table on Ascend, each with its dim."""
-    return list(zip(_ASCEND[dtype][kernel], DIMS, strict=True))
+def ascend_tiles(kernel: Pass, dtype: torch.dtype, soc: str) -> list[tuple[Tile, int]]:
+    """All entries of a kernel's table on an Ascend SoC ("Ascend910B3"), each with its dim."""
+    tables = next(tables for known, tables in _ASCEND.items() if soc.startswith(known))
+    return list(zip(tables[dtype][kernel], DIMS, strict=True))
 
 
 def attention_tile(kernel: Pass, target: Target, dtype: torch.dtype, dim: int) -> Tile:
@@ -80,7 +84,7 @@ def attention_tile(kernel: Pass, target: Target, dtype: torch.dtype, dim: int) -
         dim: the larger of the padded query/key and value dims, at most 256.
     """
     if target.ascend:
-        return next(tile for tile, limit in ascend_tiles(kernel, dtype) if dim <= limit)
+        return next(tile for tile, limit in ascend_tiles(kernel, dtype, target.soc) if dim <= limit)
     tile = _CUDA[torch.finfo(dtype).bits] if dim <= 128 else _SMALL
     return Tile(tile.keys, tile.keys) if kernel.endswith("table_gradient") else tile
 

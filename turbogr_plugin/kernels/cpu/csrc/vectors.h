@@ -58,7 +58,8 @@ inline void by_lanes(int64_t lanes, F&& f) {
 
 // 1 / (1 + exp(-x)). With AVX-512: 2^(-x log2 e) by a polynomial of degree 5 (relative error 7e-8) or 4 (3e-6, enough
 // for bf16), then a reciprocal of 14 bits with one Newton step (none for bf16): 14 instructions, faster than exp_u20
-// and a division. The argument is held below 2^100, so that the denominator stays finite.
+// and a division. The argument is held below 2^100, so that the denominator stays finite, and the result is 0 there, so
+// that its product with a score of -1e38 is, too (NaN stays NaN in that product).
 template <bool Low>
 inline V sigmoid(V x) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -78,9 +79,10 @@ inline V sigmoid(V x) {
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.000000072f));
   }
   const __m512 d = _mm512_add_ps(_mm512_scalef_ps(p, n), _mm512_set1_ps(1.f));
-  __m512 r = _mm512_rcp14_ps(d);
-  if constexpr (!Low) r = _mm512_mul_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(2.f)));
-  return V(r);
+  const __mmask16 open = _mm512_cmp_ps_mask(t, _mm512_set1_ps(100.f), _CMP_LT_OQ);
+  const __m512 r = _mm512_maskz_rcp14_ps(open, d);
+  if constexpr (Low) return V(r);
+  return V(_mm512_mul_ps(r, _mm512_fnmadd_ps(d, r, _mm512_set1_ps(2.f))));
 #else
   const V one(1.f);
   return one / (one + x.neg().exp());

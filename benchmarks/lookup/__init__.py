@@ -1,0 +1,1 @@
+"""The jagged embedding lookup against fbgemm's, and the bytes that FP16 rows save; see `__main__`."""
