@@ -173,8 +173,11 @@ def test_a_failure_leaves_the_old_store_and_no_new_folder(tmp_path: Path, path: 
 def test_what_a_killed_run_left_is_removed_by_the_next_one_and_a_living_one_is_spared(
     tmp_path: Path, path: Path
 ) -> None:
+    # Slow to lock, so that one child meets what the other has made and not yet locked.
     script = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom turbogr_plugin.data.store import replace_on_success\n"
+        "import fcntl, os, sys, time\nfrom pathlib import Path\n"
+        "from turbogr_plugin.data.store import replace_on_success\nflock = fcntl.flock\n"
+        "def slow(file, how):\n    time.sleep(0.5 * (how == fcntl.LOCK_EX))\n    flock(file, how)\nfcntl.flock = slow\n"
         "with replace_on_success(Path(sys.argv[1])) as work:\n"
         "    (work / 'item_ids.npy').write_bytes(b'half')\n    print('ready', flush=True)\n    time.sleep(60)\n"
     )

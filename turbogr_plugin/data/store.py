@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 
@@ -179,17 +179,32 @@ def replace_on_success(output: Path) -> Iterator[Path]:
                 f"{output} exists and is not a prepared store: nothing was touched. Name another output, or remove it."
             )
         output.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(output)
-        work.mkdir()
+        lock = _make_locked(work, output)
     try:
-        with open(work / _LOCK, "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock:
             yield work
             (work / _LOCK).unlink()
             _replace(work, output)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
+
+
+def _make_locked(work: Path, output: Path) -> BinaryIO:
+    """Makes the folder of a run, after removing those of killed runs, and returns its lock, held.
+
+    One run at a time does so: another one would take a folder that is there but not yet locked for a killed run's.
+    """
+    parent = os.open(output.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(parent, fcntl.LOCK_EX)
+        _remove_leftovers(output)
+        work.mkdir()
+        lock = open(work / _LOCK, "wb")  # noqa: SIM115 the caller closes it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    finally:
+        os.close(parent)
+    return lock
 
 
 def _replace(work: Path, output: Path) -> None:
