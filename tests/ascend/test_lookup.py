@@ -170,10 +170,10 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", SERVED)
-def test_fused_updates_agree_with_the_reference_in_float64(optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "mode"), [*((name, L2) for name in SERVED), ("rowwise_adagrad", DECOUPLED)])
+def test_fused_updates_agree_with_the_reference_in_float64(optimizer: str, mode: int) -> None:
     call = lookup_call(**CASES[UPDATES[optimizer]])
-    update = new_update(call, optimizer, replace(SETTINGS, weight_decay_mode=L2))
+    update = new_update(call, optimizer, replace(SETTINGS, weight_decay_mode=mode))
     ours, exact = copied(call, update), copied(call, update, torch.float64)
     generator = torch.Generator().manual_seed(4)
     for _ in range(3):
@@ -182,6 +182,35 @@ def test_fused_updates_agree_with_the_reference_in_float64(optimizer: str) -> No
         _step(*exact, tuple(grad.double() for grad in grads), reference)
     for got, expected in zip((ours[0].weights, *ours[1].states), (exact[0].weights, *exact[1].states), strict=True):
         assert _error(got.values, expected.values) <= LARGEST_ERROR[torch.float32]
+
+
+def test_each_state_is_where_its_own_offsets_say() -> None:
+    call = lookup_call(**CASES["sequence"])
+    update = new_update(call, "adam")
+    first, second = update.states
+    apart = FlatTables(torch.cat([torch.zeros(8), second.values]), second.begin + 8)
+    grads = gradients(call, torch.Generator().manual_seed(3))
+    together, moved = copied(call, update), copied(call, replace(update, states=(first, apart)))
+    _step(*together, grads, jagged_lookup)
+    _step(*moved, grads, jagged_lookup)
+    assert torch.equal(moved[0].weights.values, together[0].weights.values)
+    assert torch.equal(moved[1].states[1].values[8:], together[1].states[1].values)
+    assert not moved[1].states[1].values[:8].any()
+
+
+def test_rows_beyond_two_to_the_32_have_draws_of_their_own() -> None:
+    call = lookup_call(SUM, dtype=BRAIN, **MIXED)
+    far = call._replace(tables=replace(call.tables, first_row=call.tables.first_row + 2**33))
+    grads = gradients(call, torch.Generator().manual_seed(7))
+    rounded = []
+    for each in (call, far):
+        update = new_update(each, "sgd", replace(SETTINGS, learning_rate=0.01), StochasticRounding(seed=5, step=1))
+        ours, theirs = copied(each, update), copied(each, update)
+        _step(*ours, grads, jagged_lookup)
+        _step(*theirs, grads, reference)
+        assert torch.equal(ours[0].weights.values, theirs[0].weights.values)
+        rounded.append(ours[0].weights.values)
+    assert not torch.equal(*rounded)
 
 
 def test_the_gradient_of_the_weights_of_ids_is_that_before_the_update() -> None:
@@ -270,6 +299,10 @@ def test_several_rows_under_way_change_no_bit(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(row_tiles, "_SUM_ROWS_ASCEND", row_tiles._SUM_ROWS_CUDA)
     four = copied(call, update)
     _assert_equal(jagged_lookup.forward(call)[0], out)
+    ids = torch.tensor([5, 3, 5, 5, 9, 3, 1, 5, 5, 5])
+    rows = dyadic((10, 20), torch.Generator().manual_seed(10))
+    expected = coalesce_reference.coalesce(CoalesceCall(ids, rows))
+    _assert_equal(coalesce_rows.coalesce(CoalesceCall(ids, rows)), expected)
     _step(*four, grads, jagged_lookup)
     assert torch.equal(one[0].weights.values, four[0].weights.values)
 
@@ -278,6 +311,8 @@ def test_several_rows_under_way_change_no_bit(monkeypatch: pytest.MonkeyPatch) -
 def test_numbers_that_are_not_finite_stay_where_they_are(name: str) -> None:
     call = lookup_call(**CASES[name])
     call.weights.values[:3] = torch.inf  # of the row that an absent id stands at
+    if call.indice_weights is not None:
+        call.indice_weights[call.indices < 0] = torch.inf
     outs, expected = jagged_lookup.forward(call)[0], reference.forward(call)[0]
     torch.testing.assert_close(outs, expected, rtol=0, atol=0, equal_nan=True)
     (grad,) = gradients(call, torch.Generator().manual_seed(14))

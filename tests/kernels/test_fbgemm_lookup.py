@@ -497,10 +497,10 @@ def test_a_table_with_more_than_two_to_the_31_elements_is_addressed_in_full() ->
         ({"indice_weights": torch.ones(2)}, "indice_weights has 2 elements for 1 indices"),
         ({"pooling_mode": 7}, r"pooling_mode must be 0 \(SUM\), 1 \(MEAN\) or 2 \(NONE\), got 7"),
         ({"pooling_mode": 2}, "without pooling all tables must have one width, got 4 features with 28 columns"),
-        ({"output_dtype": 2}, "output_dtype 2 is not supported on npu, only 0"),
+        ({"output_dtype": 2}, "output_dtype 2 is not supported by our lookup, only 0"),
         (
             {"aux_bool": [False, False, True, True, False, False, True]},
-            "global weight decay .* is not supported",
+            "global weight decay .* is not supported by our lookup",
         ),
     ],
 )
@@ -523,7 +523,9 @@ def test_an_optimizer_that_is_not_served_is_refused_with_the_list_of_those_that_
     from turbogr_plugin.kernels.fbgemm_lookup import KERNELS
 
     none = next(kernel.function for kernel in KERNELS if "lookup_none_function" in kernel.schema)
-    with pytest.raises(NotImplementedError, match="optimizer none is not supported on npu, only adagrad, adam, lamb"):
+    with pytest.raises(
+        NotImplementedError, match="optimizer none is not supported by our lookup, only adagrad, adam, lamb"
+    ):
         none()
 
 

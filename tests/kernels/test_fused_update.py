@@ -182,3 +182,34 @@ def test_an_argument_that_does_not_fit_is_refused_by_name(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fused_update(**(given | BAD_ARGUMENTS[message]))
     assert not given["weights"].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0x7FC00000, 0x7F800000])
+@pytest.mark.parametrize("rounding", [StochasticRounding(1, 1), None], ids=["stochastic", "nearest"])
+def test_rounding_keeps_what_is_not_finite(
+    rounding: StochasticRounding | None, bits: int, dtype: torch.dtype, implementation: str
+) -> None:
+    gradient = torch.full((1, 8), bits, dtype=torch.int32).view(torch.float32)
+    weights = torch.ones(2, 8, dtype=dtype)
+    given = {"stochastic_rounding": rounding, "implementation": implementation}
+    fused_update(weights, None, torch.tensor([0]), gradient, "sgd", learning_rate=1.0, **given)
+    assert not bool(weights[0].isfinite().any())
+    assert bool((weights[1] == 1).all())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_by_ids_outside_of_the_table_may_repeat(implementation: str) -> None:
+    weights = torch.ones(3, 4)
+    ids, rows = torch.tensor([1, -1, -1, 7, 7]), torch.ones(5, 4)
+    fused_update(weights, None, ids, rows, "sgd", learning_rate=1.0, implementation=implementation)
+    assert weights.tolist() == [[1.0] * 4, [0.0] * 4, [1.0] * 4]
+
+
+def test_a_mode_of_weight_decay_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"weight_decay_mode must be 0, 1 .* got 3"):
+        fused_update(
+            torch.ones(3, 4), torch.zeros(3), torch.tensor([1]), torch.ones(1, 4), "rowwise_adagrad", learning_rate=1.0,
+            weight_decay_mode=3,
+        )  # fmt: skip

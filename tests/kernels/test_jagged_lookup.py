@@ -24,8 +24,9 @@ from tests.kernels.lookup_cases import (
 from tests.kernels.table_groups import Batch, Group, dyadic
 from turbogr_plugin.kernels import explain
 from turbogr_plugin.kernels.coalesce_rows import coalesce_rows
+from turbogr_plugin.kernels.fused_optimizers import Settings
 from turbogr_plugin.kernels.fused_update import fused_update
-from turbogr_plugin.kernels.jagged_lookup import jagged_lookup
+from turbogr_plugin.kernels.jagged_lookup import TableUpdate, jagged_lookup
 from turbogr_plugin.kernels.lookup_call import StochasticRounding
 
 UNIFORM = Group(((11, 8), (0, 8), (7, 8), (9, 8)), (0, 1, 0, 2, 3))  # a table without rows, and one with two features
@@ -433,3 +434,102 @@ def test_two_lookups_may_be_under_way_before_their_backward_passes() -> None:
         once = trained.weights - before
         second.sum().backward()
         assert torch.equal(trained.weights - before, 2 * once)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("changed", ["ids", "offsets", "id_weights"])
+def test_what_changes_between_forward_and_backward_is_an_error_and_updates_nothing(
+    changed: str, implementation: str
+) -> None:
+    weights, ids, offsets = torch.ones(8, 4), torch.tensor([1, 2, 5]), torch.tensor([0, 2, 3])
+    given = {"ids": ids, "offsets": offsets, "id_weights": torch.ones(3)}
+    update = TableUpdate(optimizer="sgd", settings=Settings(learning_rate=1.0))
+    output = jagged_lookup(
+        *(weights, ids, None),
+        rows=8,
+        dim=4,
+        pooling="sum",
+        bag_offsets=offsets,
+        id_weights=given["id_weights"],
+        update=update,
+        implementation=implementation,
+    )
+    assert isinstance(output, Tensor)
+    given[changed].fill_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    assert bool((weights == 1).all())
+
+
+def test_rows_in_float64_of_narrower_tables_go_to_the_reference() -> None:
+    weights, ids, offsets = torch.randn(6, 4), torch.tensor([1, 5]), torch.tensor([0, 2])
+    given = {"rows": 6, "dim": 4, "output_dtype": torch.float64}
+    found = jagged_lookup(weights, ids, offsets, **given)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, weights[ids].double())
+    assert "returns rows in" in explain(jagged_lookup, weights, ids, offsets, **given).passed_over["cpu"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_offsets_are_repaired_before_the_lengths_of_features_are_taken_from_them(implementation: str) -> None:
+    weights, ids = torch.arange(24.0).view(6, 4), torch.tensor([0, 1, 2])
+    positives, negatives = jagged_lookup(
+        *(weights, ids, torch.tensor([0, 2, 7])),
+        rows=[3, 3],
+        dim=4,
+        output_dtype=[torch.float32, torch.float16],
+        bounds_check="ignore",
+        implementation=implementation,
+    )
+    assert torch.equal(positives, weights[:2])
+    assert torch.equal(negatives, weights[5:].half())
+
+
+def test_pooled_tables_of_one_column_are_contiguous_as_a_compiled_graph_expects() -> None:
+    ids, offsets = torch.tensor([0, 1, 2, 1]), torch.tensor([0, 1, 2, 3, 4])
+    weights = torch.arange(8.0)
+    for implementation in ("reference", None):
+        found = jagged_lookup(
+            *(weights, ids, None),
+            rows=[5, 3],
+            dim=1,
+            pooling="sum",
+            bag_offsets=offsets,
+            implementation=implementation,
+        )
+        assert isinstance(found, Tensor)
+        assert found.is_contiguous()
+        assert found.tolist() == [[0.0, 7.0], [1.0, 6.0]]
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_gradient_of_zero_leaves_rows_finite_with_the_usual_settings(optimizer: str, implementation: str) -> None:
+    weights = torch.ones(4, 8)
+    states = {"adagrad": [(4, 8)], "rowwise_adagrad": [(4,)], "adam": [(4, 8), (4, 8)]}[optimizer]
+    update = TableUpdate(
+        optimizer=optimizer,
+        states=[torch.zeros(shape) for shape in states],
+        settings=Settings(learning_rate=0.1, iteration=1),
+    )
+    ids, offsets = torch.tensor([1, 1, 3]), torch.tensor([0, 3])
+    output = jagged_lookup(weights, ids, offsets, rows=4, dim=8, update=update, implementation=implementation)
+    assert isinstance(output, Tensor)
+    version = weights._version
+    output.backward(torch.zeros_like(output))
+    assert bool((weights == 1).all())
+    assert weights._version > version  # autograd is told, whatever has written
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": torch.ones(4, 8)}, r"weights of two dimensions must be \[R, D\], R = 8 rows.*\(4, 8\)"),
+        ({"rows": [4, 4], "dim": [4, 8]}, r"tables that all have D columns.*\[4, 8\] columns"),
+        ({"update": TableUpdate(optimizer="sgd", settings=Settings(learning_rate=1.0), nan_guard="t")}, "nan_guard"),
+    ],
+)
+def test_what_would_read_other_rows_is_refused(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"weights": torch.ones(8, 4), "rows": 8, "dim": 4, **changes}
+    with pytest.raises(ValueError, match=message):
+        jagged_lookup(given.pop("weights"), torch.tensor([1]), torch.tensor([0, 1]), **given)

@@ -230,7 +230,7 @@ def test_offsets_are_repaired_by_the_modes_that_repair_and_refused_by_the_others
 BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
     "weights must have 32 elements for rows .* got 28": {"weights": torch.zeros(28)},
     r"weights must be contiguous, \[E\], in one of .*; got torch.int64": {"weights": torch.zeros(32).long()},
-    r"weights must be contiguous, .* of shape \(4, 8\)": {"weights": torch.zeros(8, 4).t()},
+    r"weights of two dimensions must be .* got \(4, 8\)": {"weights": torch.zeros(8, 4).t()},
     "ids must be int32 or int64, got torch.float32": {"ids": torch.zeros(8)},
     "ids must have 1 dimension": {"ids": IDS.view(2, 4)},
     r"table_offsets must have 3 \+ 1 elements, got 2": {"table_offsets": torch.tensor([0, 8])},

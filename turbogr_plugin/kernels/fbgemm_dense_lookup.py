@@ -37,16 +37,18 @@ class _DenseLookup(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, indice_weights: Tensor | None, call: Lookup, module: ModuleType) -> Tensor:
         (output,), kept = module.forward(call)
         ctx.call, ctx.module = call, module
-        ctx.save_for_backward(*kept)
+        # What the backward pass reads again is saved, too: autograd then notices if it was changed in between.
+        ctx.save_for_backward(call.indices, call.offsets, call.indice_weights, *kept)
         result: Tensor = output
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        call: Lookup = ctx.call
+        indices, offsets, indice_weights, *kept = ctx.saved_tensors
+        call: Lookup = ctx.call._replace(indices=indices, offsets=offsets, indice_weights=indice_weights)
         wanted = call.indice_weights is not None and ctx.needs_input_grad[1]
-        weights_gradient, indice_gradient = ctx.module.dense_backward(call, ctx.saved_tensors, (gradient,), wanted)
+        weights_gradient, indice_gradient = ctx.module.dense_backward(call, tuple(kept), (gradient,), wanted)
         return weights_gradient if ctx.needs_input_grad[0] else None, indice_gradient, None, None
 
 

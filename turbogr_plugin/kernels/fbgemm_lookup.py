@@ -103,7 +103,9 @@ def _rounding(given: Mapping[str, Any]) -> StochasticRounding | None:
 def _update_of(optimizer: str, given: Mapping[str, Any]) -> FusedUpdate:
     _, _, _, apply_global_weight_decay, gradient_clipping, stochastic_rounding, _ = given["aux_bool"]
     if apply_global_weight_decay:
-        raise NotImplementedError("global weight decay (WeightDecayMode.DECOUPLE_GLOBAL) is not supported on npu")
+        raise NotImplementedError(
+            "global weight decay (WeightDecayMode.DECOUPLE_GLOBAL) is not supported by our lookup"
+        )
     states = [_flat(name, given[name]) for name in ("momentum1", "momentum2") if name in given]
     rowwise_bias_correction = any(given.get("optim_bool", ()))
     if rowwise_bias_correction:
@@ -197,7 +199,7 @@ def operator_function(optimizer: str, implementation: str | None = None) -> Call
 def _refusal(optimizer: str) -> Callable[..., Tensor]:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError(
-            f"the fused optimizer {optimizer} is not supported on npu, only {', '.join(sorted(OPTIMIZERS))}"
+            f"the fused optimizer {optimizer} is not supported by our lookup, only {', '.join(sorted(OPTIMIZERS))}"
         )
 
     return refuse

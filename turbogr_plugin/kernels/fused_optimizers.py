@@ -29,15 +29,15 @@ class Settings:
     """A number, or a scalar on the device."""
     iteration: int = 0
     """1 in the first step (Adam and LAMB)."""
-    eps: float = 0.0
-    beta1: float = 0.0
-    beta2: float = 0.0
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
     weight_decay: float = 0.0
     weight_decay_mode: int = 0
     max_norm: float = 0.0
     """Row-wise Adagrad scales a longer row of weights to this norm; 0 switches it off."""
-    eta: float = 0.0
-    momentum: float = 0.0
+    eta: float = 0.001
+    momentum: float = 0.9
     rowwise_bias_correction: bool = False
     """Adam counts the updates of each row instead of the steps."""
 
@@ -190,12 +190,14 @@ def round_stochastically(block: Tensor, dtype: torch.dtype, draw: Tensor) -> Ten
         draw: int32 of the same shape, uniform in [0, 2^31).
 
     Returns:
-        float32 whose lower mantissa bits are zero. Below fp16's normal range (6e-5) the later conversion rounds to
-        nearest.
+        float32 whose lower mantissa bits are zero; what is not finite as it is. Below fp16's normal range (6e-5) the
+        later conversion rounds to nearest.
     """
     dropped = {torch.float16: 13, torch.bfloat16: 16}[dtype]  # float32 has 23 bits of mantissa, these have 10 and 7
-    bits = block.view(torch.int32) + torch.bitwise_and(draw, (1 << dropped) - 1)
-    return torch.bitwise_and(bits, -(1 << dropped)).view(torch.float32)
+    bits = block.view(torch.int32)
+    rounded = torch.bitwise_and(bits + torch.bitwise_and(draw, (1 << dropped) - 1), -(1 << dropped))
+    # A draw would carry some NaN (0x7FFFFFFF) over to -0.
+    return torch.where(block.isfinite(), rounded, bits).view(torch.float32)
 
 
 def _average(state: Tensor, value: Tensor, beta: float) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from turbogr_plugin.kernels import dispatch
 from turbogr_plugin.kernels.custom_operator import define_operator
-from turbogr_plugin.kernels.fused_optimizers import OPTIMIZERS, Settings
+from turbogr_plugin.kernels.fused_optimizers import DECOUPLED, L2, OPTIMIZERS, Settings
 from turbogr_plugin.kernels.lookup_call import StochasticRounding, UpdateCall
 from turbogr_plugin.kernels.segments import check_indices
 
@@ -28,6 +28,8 @@ def check_optimizer(optimizer: str, settings: Settings, states: int) -> None:
     """Raises ValueError for an optimizer that is not known, or whose settings or number of states do not fit."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer must be one of {', '.join(sorted(OPTIMIZERS))}, got {optimizer!r}")
+    if optimizer == "rowwise_adagrad" and settings.weight_decay_mode not in (0, L2, DECOUPLED):
+        raise ValueError(f"weight_decay_mode must be 0, 1 (L2) or 2 (decoupled), got {settings.weight_decay_mode}")
     if settings.rowwise_bias_correction and optimizer != "adam":
         raise ValueError(f"rowwise_bias_correction is for adam only, got it with {optimizer}")
     needed = len(OPTIMIZERS[optimizer].states) + settings.rowwise_bias_correction
@@ -74,12 +76,13 @@ def _check(call: UpdateCall) -> None:
             raise ValueError(f"{name} must be on the device of weights ({weights.device}), got {tensor.device}")
 
 
-def _check_different(ids: Tensor) -> None:
+def _check_different(ids: Tensor, rows: int) -> None:
     """Raises ValueError for an id that comes twice: it would be updated twice. On a device ids are not read."""
     if ids.device.type != "cpu" or bool((ids[1:] > ids[:-1]).all()):  # what coalesce_rows returns is ascending
         return
     ordered = ids.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    twice = twice[(twice >= 0) & (twice < rows)]  # others are left out
     if twice.numel():
         raise ValueError(f"ids must all be different, got {int(twice[0])} twice; coalesce_rows sums duplicates")
 
@@ -133,7 +136,7 @@ def _body(
         *(weights, states, ids, rows, optimizer, learning_rate, iteration, numbers, weight_decay_mode),
         *(rowwise_bias_correction, rounding),
     )
-    _check_different(ids)
+    _check_different(ids, weights.shape[0])
     module = dispatch.serve("fused_update", call, implementation)
     if nan_guard is not None and not bool(rows.isfinite().all()):
         place = tuple((~rows.isfinite()).nonzero()[0].tolist())

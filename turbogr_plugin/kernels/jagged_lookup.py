@@ -53,8 +53,9 @@ class TableUpdate:
     stochastic_rounding: StochasticRounding | None = None
     """Key of the draws that round to float16 and bfloat16; None: to nearest."""
     nan_guard: Sequence[str] | None = None
-    """Names of the tables: gradients that are not finite are refused before anything is changed, in a message with the
-    name. Reading them waits for a device. None: they are not looked at."""
+    """Names of the tables: gradients of the output that are not finite are refused before anything is changed, in a
+    message with the name. Reading them waits for a device. Not looked at are `id_weights` and what sums of finite
+    gradients come to. None: nothing is looked at."""
 
 
 def _arguments(given: tuple[Any, ...]) -> LookupArguments:
@@ -199,10 +200,15 @@ def jagged_lookup(
     dtypes = [output_dtype] if isinstance(output_dtype, torch.dtype) else list(output_dtype)
     if each and pooling != "none":
         raise ValueError(f'an output_dtype for each feature needs pooling "none", got pooling {pooling!r}')
-    if feature_lengths is None and each:
-        feature_lengths = offsets.diff().tolist()
+    if weights.dim() == 2:
+        if set(dims) != {weights.shape[1]} or weights.shape[0] != sum(heights):
+            raise ValueError(
+                f"weights of two dimensions must be [R, D], R = {sum(heights)} rows of tables that all have D columns; "
+                f"got {tuple(weights.shape)} for tables of {dims} columns"
+            )
+        weights = weights.view(-1) if weights.is_contiguous() else weights
     given = LookupArguments(
-        weights=weights.view(-1) if weights.dim() == 2 and weights.is_contiguous() else weights,
+        weights=weights,
         ids=ids,
         offsets=offsets,
         id_weights=id_weights,
@@ -215,6 +221,8 @@ def jagged_lookup(
     )
     if bounds_check != "none":
         given = _bounds_checked(given, bounds_check)
+    if feature_lengths is None and each:
+        given = given._replace(feature_lengths=given.offsets.diff().tolist())
     if update is None:
         outputs = _operator(*given, implementation=implementation)
     else:
@@ -241,7 +249,8 @@ def _offsets(table_offsets: Tensor | None, bag_offsets: Tensor | None, pooling: 
 
 def _bounds_checked(given: LookupArguments, mode: str) -> LookupArguments:
     """The same call with ids and offsets repaired, or ValueError."""
-    check_arguments(given)
+    # The lengths of features are those of the repaired offsets, and not known yet.
+    check_arguments(given._replace(output_dtypes=given.output_dtypes[:1], feature_lengths=None))
     heights = numbers_on(given.ids.device, [given.rows[table] for table in given.feature_tables], torch.int64)
     repair = repair_input(heights, given.ids, given.offsets, None)
     if mode == "fatal" and bool(repair.violations()):
@@ -268,9 +277,9 @@ def _with_update(given: LookupArguments, update: TableUpdate, implementation: st
     call = lookup_of(given)
     names = None
     if update.nan_guard is not None:
-        if len(update.nan_guard) != len(given.rows):
+        if isinstance(update.nan_guard, str) or len(update.nan_guard) != len(given.rows):
             raise ValueError(
-                f"nan_guard must have a name for each of {len(given.rows)} tables, got {list(update.nan_guard)}"
+                f"nan_guard must have a name for each of {len(given.rows)} tables, got {update.nan_guard!r}"
             )
         names = [update.nan_guard[table] for table in given.feature_tables]
     return lookup_autograd.fused_lookup(

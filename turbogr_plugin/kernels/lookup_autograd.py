@@ -36,7 +36,8 @@ class _FusedLookup(torch.autograd.Function):
         outputs, kept = module.forward(call)
         ctx.call, ctx.update, ctx.module, ctx.table_names = call, update, module, table_names
         ctx.has_output = output is not None
-        ctx.save_for_backward(*kept)
+        # What the backward pass reads again is saved, too: autograd then notices if it was changed in between.
+        ctx.save_for_backward(call.indices, call.offsets, call.indice_weights, *kept)
         if output is not None:
             assert call.variable is not None
             ctx.mark_dirty(output)
@@ -47,11 +48,12 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        call: Lookup = ctx.call
+        indices, offsets, indice_weights, *kept = ctx.saved_tensors
+        call: Lookup = ctx.call._replace(indices=indices, offsets=offsets, indice_weights=indice_weights)
         if ctx.table_names is not None:
             check_finite(call, grads, ctx.table_names)
         wanted = call.indice_weights is not None and ctx.needs_input_grad[1]
-        found = ctx.module.fused_backward(call, ctx.saved_tensors, grads, ctx.update, wanted)
+        found = ctx.module.fused_backward(call, tuple(kept), grads, ctx.update, wanted)
         # autograd is to notice, whatever the implementation wrote with, that what it saved elsewhere has changed
         torch.autograd.graph.increment_version([call.weights.values, *(each.values for each in ctx.update.states)])
         # groups of tables that share one output are chained by it: each passes the whole gradient on, as upstream

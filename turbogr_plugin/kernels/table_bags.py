@@ -127,7 +127,8 @@ def arrange_bags(pooled: Tensor, tables: Tables, dtype: torch.dtype, variable: V
         batch = bags // tables.features
         if tables.uniform:
             by_feature = pooled.view(tables.features, batch, tables.max_d)
-            return by_feature.transpose(0, 1).reshape(batch, tables.total_d)
+            # A reshape of tables of one column is a view with strides that no allocation has.
+            return by_feature.transpose(0, 1).reshape(batch, tables.total_d).contiguous()
         output = pooled.new_empty(batch, tables.total_d)
     elif variable.output is not None:
         output = variable.output

@@ -32,7 +32,7 @@ def check_lookup(call: Lookup) -> None:
     """Raises ValueError or NotImplementedError for what these kernels do not serve; reads no device memory."""
     if call.weights.values.dtype not in _TABLE_DTYPES:
         raise NotImplementedError(
-            f"tables in {call.weights.values.dtype} are not supported on npu, only fp32, fp16 and bf16"
+            f"tables in {call.weights.values.dtype} are not supported by our lookup, only fp32, fp16 and bf16"
         )
     if call.pooling not in (SUM, MEAN, SEQUENCE):
         raise ValueError(f"pooling_mode must be 0 (SUM), 1 (MEAN) or 2 (NONE), got {call.pooling}")
@@ -155,6 +155,6 @@ def output_dtype(number: int) -> torch.dtype:
     """The dtype behind fbgemm's SparseType."""
     if number not in _OUTPUT_DTYPES:
         raise NotImplementedError(
-            f"output_dtype {number} is not supported on npu, only 0 (fp32), 1 (fp16) and 5 (bf16)"
+            f"output_dtype {number} is not supported by our lookup, only 0 (fp32), 1 (fp16) and 5 (bf16)"
         )
     return _OUTPUT_DTYPES[number]

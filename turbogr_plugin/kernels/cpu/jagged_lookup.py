@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from turbogr_plugin.kernels.cpu.lookup_operands import (
+    TABLE_DTYPES,
     extension,
     no_extension,
     refuses_count,
@@ -32,6 +33,9 @@ def refuses(call: Lookup) -> str | None:
         return "it has no variable batch sizes"
     if not call.weights.values.is_contiguous():
         return "it reads one buffer without gaps"
+    for block in call.blocks:
+        if block.dtype not in TABLE_DTYPES:
+            return f"it returns rows in {', '.join(map(str, TABLE_DTYPES))}, got {block.dtype}"
     return (
         refuses_dtypes("tables", [call.weights.values])
         or refuses_dtypes("ids and offsets", [call.indices, call.offsets], (torch.int32, torch.int64))

@@ -53,7 +53,7 @@ def refuses_optimizer(optimizer: str, settings: Settings) -> str | None:
     """Why an optimizer cannot be served with such settings; None: it can."""
     if optimizer not in OPTIMIZERS:
         return f"it updates by {', '.join(OPTIMIZERS)}, got {optimizer}"
-    if settings.max_norm > 0.0:
+    if settings.max_norm > 0.0 and optimizer == "rowwise_adagrad":  # no other reads it
         return f"it does not limit the norm of rows, got max_norm={settings.max_norm}"
     if settings.rowwise_bias_correction:
         return "it does not count the updates of each row (rowwise_bias_correction)"

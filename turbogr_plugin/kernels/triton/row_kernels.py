@@ -124,8 +124,10 @@ def rounded_stochastically(row, number, seed, step, DROPPED: tl.constexpr, WIDTH
     w0, w1, w2, w3 = philox4x32(block, lane, low, high, key0, key1)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     noise = words.to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
-    bits = row.to(tl.int32, bitcast=True) + noise
-    return (bits & -(1 << DROPPED)).to(tl.float32, bitcast=True)
+    bits = row.to(tl.int32, bitcast=True)
+    rounded = (bits + noise) & -(1 << DROPPED)
+    # A draw would carry some NaN (0x7FFFFFFF) over to -0.
+    return tl.where((bits & 0x7F800000) == 0x7F800000, bits, rounded).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -101,13 +101,15 @@ inline PhiloxRow rounding_draws(const Optimizer& o, int64_t row) {
 // Adds a draw to the bits below those that the type keeps, and cuts them off.
 template <class T>
 inline void round_stochastically(const Optimizer& o, int64_t row, float* values, uint32_t* words, int64_t n) {
+  constexpr uint32_t kExponent = 0x7F800000;
   constexpr uint32_t dropped = (1u << (std::is_same_v<T, Half> ? 13 : 16)) - 1;
   philox_words(0, (n + 3) / 4, rounding_draws(o, row), words);
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) {
     uint32_t bits;
     std::memcpy(&bits, values + i, 4);
-    bits = (bits + (words[i] & dropped)) & ~dropped;
+    const uint32_t rounded = (bits + (words[i] & dropped)) & ~dropped;
+    bits = (bits & kExponent) == kExponent ? bits : rounded;  // a draw would carry some NaN (0x7FFFFFFF) over to -0
     std::memcpy(values + i, &bits, 4);
   }
 }
