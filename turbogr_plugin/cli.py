@@ -1,4 +1,5 @@
-"""The `turbogr` command: prepare, synthesize, train, evaluate, recommend, info, dryrun, doctor, build.
+"""The `turbogr` command: prepare, synthesize, train, evaluate, recommend, info, dryrun, doctor, plan, measure-links,
+build.
 
 Exit codes: 0 done, 2 bad input (one message on stderr), 1 anything else (with its traceback), and where dryrun or
 doctor have found what would fail. Heavy imports happen inside the commands.
@@ -223,6 +224,39 @@ def _doctor(arguments: Sequence[str]) -> int:
     return 1 if diagnosis.problems else 0
 
 
+def _plan(arguments: Sequence[str]) -> None:
+    """Predict steps of the paper's models on clusters of growing size, and how their tables are sharded."""
+    from turbogr_plugin.sharding import plan_command
+
+    parser = argparse.ArgumentParser(
+        prog="turbogr plan", description=_plan.__doc__, exit_on_error=False, allow_abbrev=False
+    )
+    plan_command.add_arguments(parser)
+    given = parser.parse_args(arguments)
+    try:
+        report = plan_command.run(given)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    print(json.dumps(report.as_json(), indent=2) if given.json else "\n".join(report.lines()))
+
+
+def _measure_links(arguments: Sequence[str]) -> None:
+    """Time the links between the ranks that run this, and write a topology for the planner."""
+    from turbogr_plugin.sharding import measure_links_command
+
+    parser = argparse.ArgumentParser(
+        prog="turbogr measure-links", description=_measure_links.__doc__, exit_on_error=False, allow_abbrev=False
+    )
+    measure_links_command.add_arguments(parser)
+    given = parser.parse_args(arguments)
+    try:
+        measured = measure_links_command.run(given)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if measured is not None:
+        print("\n".join([*measured.lines(), f"written to {given.output}"]))
+
+
 def _build(arguments: Sequence[str]) -> None:
     """Build the C++ kernels now, which are otherwise built when they are first used."""
     from turbogr_plugin.kernels.cpu import build
@@ -261,6 +295,8 @@ COMMANDS: dict[str, Command] = {
     "info": _info,
     "dryrun": _dryrun,
     "doctor": _doctor,
+    "plan": _plan,
+    "measure-links": _measure_links,
     "build": _build,
 }
 

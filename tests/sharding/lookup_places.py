@@ -19,7 +19,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from tests.npu import compatibility_cases as cases
 from tests.npu.ranks import forget_groups
 from tests.pipeline import small_model
-from tests.sharding.lookup_runs import OF_TABLE, SHARDERS, OurBags, batch_of, loss_of, sharded, tables_of
+from tests.sharding.lookup_runs import OF_TABLE, SHARDERS, OurBags, batch_of, local_shards, loss_of, sharded, tables_of
 from turbogr_plugin.kernels import dispatch
 from turbogr_plugin.sharding.jagged_lookup import table_modules, use_jagged_lookup
 
@@ -34,6 +34,34 @@ def pipeline(*, name: str, ours: bool, sharding: str = "row_wise") -> dict[str, 
     optimizer = small_model.dense_optimizer(model)
     made = getattr(train_pipelines, name)(model, optimizer, device)
     return {"losses": small_model.pipeline_losses(made, source)}
+
+
+def deduplicated_afterwards(*, dedup: bool) -> dict[str, Any]:
+    """Three steps of a collection that TorchRec's own sharder has sharded, then put on our lookup."""
+    dispatch._taken.clear()
+    model = sharded(
+        tables_of("sequence"),
+        "sequence",
+        "row_wise",
+        torch.device("cpu"),
+        ours=False,
+        dedup=dedup,
+        optimizer=EmbOptimType.EXACT_SGD,
+        learning_rate=0.125,
+    )
+    for _ in range(2):  # the second time changes nothing
+        assert use_jagged_lookup(model) == len(table_modules(model)) > 0
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, batch_of(step))
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return {
+        "losses": losses,
+        "tables": [rows.tolist() for _, rows in local_shards(model).values()],
+        "class": type(model.module).__name__,
+        "unique ran": "jagged_unique" in dispatch.taken(),
+    }
 
 
 def two_dimensional(*, ours: bool) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     CounterBasedRegularizationDefinition,
@@ -17,7 +18,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
     WeightDecayMode,
 )
-from torch import nn
+from torch import Tensor, nn
+from torchrec.distributed.batched_embedding_kernel import KeyValueEmbedding
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from tests.npu.ranks import Call, RankPool
 from turbogr_plugin.kernels import dispatch
@@ -214,14 +217,63 @@ def test_only_the_lookup_operators_are_ours_and_only_inside_forward() -> None:
             {"optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD},
             "optimizer EMAINPLACE_ROWWISE_ADAGRAD has no lookup of ours; allowed: EXACT_SGD",
         ),
+        *(
+            (
+                {"weights_precision": precision},
+                f"tables t0, t1: weights_precision {precision.name} has no lookup of ours; allowed: FP32, FP16, BF16",
+            )
+            for precision in (SparseType.INT8, SparseType.FP8, SparseType.NFP8)
+        ),
     ],
-    ids=["row counters", "global weight decay", "moving average"],
+    ids=["row counters", "global weight decay", "moving average", "int8", "fp8", "nfp8"],
 )
 def test_tables_that_ours_does_not_serve_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
     refused, served = _fused(**arguments), _fused()
     with pytest.raises(ValueError, match=message):
         use_jagged_lookup(nn.ModuleList([served, refused]))
     assert type(served) is SplitTableBatchedEmbeddingBagsCodegen
+
+
+@pytest.mark.parametrize("location", ["MANAGED", "MANAGED_CACHING"])
+def test_tables_in_unified_memory_are_refused_by_name(location: str) -> None:
+    tables = _fused()
+    # fbgemm places tables there on GPUs only
+    (rows, width, _, device), second = tables.embedding_specs
+    tables.embedding_specs = [(rows, width, EmbeddingLocation[location], device), second]
+    with pytest.raises(ValueError, match=f"tables t0, t1 lie in {location}; our lookup reads HOST and DEVICE memory"):
+        use_jagged_lookup(tables)
+    assert type(tables) is SplitTableBatchedEmbeddingBagsCodegen
+
+
+class SSDTables(nn.Module):
+    """Stands for fbgemm's SSDTableBatchedEmbeddingBags, which needs a directory on a disk and a GPU."""
+
+
+def _kernel_of_torchrec(held: nn.Module) -> nn.Module:
+    """TorchRec's module for key-value tables t0 and t1, around another table module."""
+    kernel = KeyValueEmbedding.__new__(KeyValueEmbedding)
+    nn.Module.__init__(kernel)
+    kernel._config = SimpleNamespace(embedding_tables=[SimpleNamespace(name="t0"), SimpleNamespace(name="t1")])
+    kernel._emb_module = held
+    return kernel
+
+
+def test_tables_in_key_value_stores_are_refused_by_name() -> None:
+    served = _fused()
+    message = (
+        "tables t0, t1: KeyValueEmbedding holds them in SSDTables, which has no lookup of ours; allowed are .*fused"
+    )
+    with pytest.raises(ValueError, match=message):
+        use_jagged_lookup(nn.ModuleList([served, _kernel_of_torchrec(SSDTables())]))
+    assert type(served) is SplitTableBatchedEmbeddingBagsCodegen
+
+
+def test_tables_without_names_of_their_own_are_refused_by_those_that_torchrec_has() -> None:
+    tables = _fused(weights_precision=SparseType.INT8, table_names=None)
+    with pytest.raises(ValueError, match="tables t0, t1: weights_precision INT8"):
+        use_jagged_lookup(_kernel_of_torchrec(tables))
+    with pytest.raises(ValueError, match=r"tables \(without names\): weights_precision INT8"):
+        use_jagged_lookup(tables)
 
 
 def test_a_subclass_of_fbgemms_tables_is_refused() -> None:
@@ -232,6 +284,21 @@ def test_a_subclass_of_fbgemms_tables_is_refused() -> None:
     tables.__class__ = Mine
     with pytest.raises(ValueError, match="Mine is a subclass of fbgemm's tables"):
         use_jagged_lookup(tables)
+
+
+def test_a_subclass_of_torchrecs_collection_that_deduplicates_is_refused() -> None:
+    class Mine(ShardedEmbeddingCollection):
+        pass
+
+    collection, served = Mine.__new__(Mine), _fused()
+    nn.Module.__init__(collection)
+    collection._use_index_dedup, collection._device, collection._lookups = True, torch.device("cpu"), [served]
+    with pytest.raises(ValueError, match="Mine with use_index_dedup is a subclass of TorchRec's collection"):
+        use_jagged_lookup(collection)
+    assert type(served) is SplitTableBatchedEmbeddingBagsCodegen
+    collection._use_index_dedup = False
+    assert use_jagged_lookup(collection) == 1
+    assert type(collection) is Mine
 
 
 def test_tables_in_bf16_train_on_cpu_where_fbgemm_has_no_kernel() -> None:
@@ -245,3 +312,92 @@ def test_tables_in_bf16_train_on_cpu_where_fbgemm_has_no_kernel() -> None:
     first, second = tables.split_embedding_weights()
     assert first[:, 0].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
     assert second[:, 0].tolist() == [1.0] * 6 + [0.5]
+
+
+RATE, EPS, DECAY = 0.25, 1e-3, 0.25
+
+
+def _rows_after_one_step(precision: str, *, ours: bool, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Row-wise Adagrad, pooled by sums: rows before and after [12, 8], and the gradients [12, 8] (one row has none)."""
+    tables = _fused(
+        weights_precision=SparseType[precision],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=RATE,
+        eps=EPS,
+        stochastic_rounding=False,
+        **arguments,
+    )
+    with torch.no_grad():
+        for number, rows in enumerate(tables.split_embedding_weights()):
+            rows.copy_((torch.arange(rows.numel()).view_as(rows) % 7 - 3 + number) / 4)
+    before = torch.cat([rows.detach().double() for rows in tables.split_embedding_weights()])
+    if ours:
+        use_jagged_lookup(tables)
+    pooled = tables(torch.tensor([1, 2, 1, 6, 0, 4]), torch.tensor([0, 3, 3, 4, 6]))
+    pooled.backward(torch.full_like(pooled, 0.5))
+    gradients = torch.zeros_like(before)
+    for row in (1, 2, 1, 5 + 6, 5 + 0, 5 + 4):
+        gradients[row] += 0.5
+    return before, torch.cat([rows.detach().double() for rows in tables.split_embedding_weights()]), gradients
+
+
+def _formula(rows: Tensor, gradients: Tensor, mode: WeightDecayMode) -> Tensor:
+    """Row-wise Adagrad's first step in float64, with the weight decay in the gradient (L2) or beside it (decoupled)."""
+    decayed = gradients + DECAY * rows if mode is WeightDecayMode.L2 else gradients
+    rate = RATE / (decayed.square().mean(1, keepdim=True).sqrt() + EPS)
+    shrunk = (1 - RATE * DECAY) * rows if mode is WeightDecayMode.DECOUPLE else rows
+    return torch.where(gradients.any(1, keepdim=True), shrunk - rate * decayed, rows)
+
+
+@pytest.mark.parametrize("mode", [WeightDecayMode.L2, WeightDecayMode.DECOUPLE], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("precision", ["FP32", "FP16"])
+def test_weight_decay_follows_its_formula_where_fbgemm_honours_it_in_fp16_only(
+    precision: str, mode: WeightDecayMode
+) -> None:
+    given = {"weight_decay": DECAY, "weight_decay_mode": mode}
+    before, ours, gradients = _rows_after_one_step(precision, ours=True, **given)
+    _, theirs, _ = _rows_after_one_step(precision, ours=False, **given)
+    spacing = {"FP32": 1e-6, "FP16": 2.0**-10}[precision]
+    torch.testing.assert_close(ours, _formula(before, gradients, mode), rtol=spacing, atol=spacing)
+    if precision == "FP16":
+        torch.testing.assert_close(theirs, ours, rtol=spacing, atol=spacing)
+    else:
+        _, without, _ = _rows_after_one_step(precision, ours=False)
+        assert torch.equal(theirs, without)
+        assert float((theirs - ours).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("precision", ["FP32", "FP16"])
+def test_max_norm_holds_for_updated_rows_and_not_with_fbgemm(precision: str) -> None:
+    _, ours, gradients = _rows_after_one_step(precision, ours=True, max_norm=0.5)
+    _, theirs, _ = _rows_after_one_step(precision, ours=False, max_norm=0.5)
+    _, without, _ = _rows_after_one_step(precision, ours=False)
+    assert torch.equal(theirs, without)
+    updated = gradients.any(1)
+    assert ours[updated].norm(dim=1).tolist() == pytest.approx([0.5] * int(updated.sum()), rel=2e-3)
+    assert torch.equal(ours[~updated], without[~updated])
+
+
+@pytest.mark.parametrize("wrong", [5, -1], ids=["behind the table", "before it"])
+@pytest.mark.parametrize("kind", ["fused", "dense"])
+def test_without_bounds_checks_an_id_that_no_table_has_gives_zeros_where_fbgemm_raises(kind: str, wrong: int) -> None:
+    tables: nn.Module = (
+        _fused(bounds_check_mode=BoundsCheckMode.NONE)
+        if kind == "fused"
+        else DenseTableBatchedEmbeddingBagsCodegen([(5, 8), (7, 8)], use_cpu=True)
+    )
+    ids, offsets = torch.tensor([wrong, 6]), torch.tensor([0, 1, 2])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        tables(ids, offsets)
+    use_jagged_lookup(tables)
+    first, second = (rows.detach().clone() for rows in tables.split_embedding_weights())  # type: ignore[operator]
+    pooled = tables(ids, offsets)
+    assert not pooled[:, :8].any()
+    assert torch.equal(pooled[:, 8:], second[6:])
+    pooled.sum().backward()
+    if kind == "fused":
+        assert torch.equal(tables.split_embedding_weights()[0], first)  # type: ignore[operator]
+    else:
+        (gradient,) = (parameter.grad for parameter in tables.parameters())
+        assert gradient is not None
+        assert gradient.nonzero().flatten().tolist() == list(range((5 + 6) * 8, 12 * 8))

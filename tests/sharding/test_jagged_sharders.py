@@ -72,6 +72,16 @@ def test_ids_are_deduplicated_on_cpu_too(ranks: RankPool) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_model_that_is_sharded_already_deduplicates_on_our_lookup(ranks: RankPool) -> None:
+    calls = [Call(f"{PLACES}deduplicated_afterwards", {"dedup": dedup}, world_size=2) for dedup in (False, True)]
+    plain, deduplicated = (outcome.result() for outcome in ranks.run(calls))
+    for there, here in zip(plain, deduplicated, strict=True):
+        assert (there["class"], there["unique ran"]) == ("ShardedEmbeddingCollection", False)
+        assert (here["class"], here["unique ran"]) == ("DeduplicatingCollection", True)
+        assert (here["losses"], here["tables"]) == (there["losses"], there["tables"])
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("collection", ["managed_collision", "feature_processors"])
 def test_our_sharders_stand_inside_those_of_other_collections(ranks: RankPool, collection: str) -> None:
     arguments = {"collection": collection}

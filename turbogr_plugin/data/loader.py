@@ -3,14 +3,15 @@
 The global batch of a step is a function of (seed, epoch, step) alone: a permutation of the users per epoch, cut into
 global batches, of which rank r takes every world-size-th sample from the r-th on. Every rank therefore makes the same
 number of steps (some ranks may get no sample in the last step of an epoch), the loader's position is one number, and
-one rank sees what two ranks see.
+one rank sees what two ranks see. A plan of sharding/ may take the place of "every world-size-th", so that ranks have
+equal work; look-ahead also changes which samples meet in a step, which then depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from turbogr_plugin.data.batch import SequenceBatch, collate_sequences, gather_r
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.negatives.uniform import NegativesConfig
+from turbogr_plugin.sharding.balance_config import BalanceConfig
+from turbogr_plugin.sharding.sequence_cost import SequenceCost
 
 Held = Literal["validation", "test"]
 
@@ -41,6 +44,8 @@ class TrainingSteps(Dataset[SequenceBatch]):
         seed: int,
         rank: int,
         world_size: int,
+        balance: BalanceConfig | None = None,
+        cost: SequenceCost | None = None,
     ) -> None:
         """Args:
         store: interactions.
@@ -50,6 +55,8 @@ class TrainingSteps(Dataset[SequenceBatch]):
         seed: of the run.
         rank: of this process.
         world_size: number of ranks.
+        balance: of the samples over ranks; None balances nothing.
+        cost: of a sequence, by which samples are balanced unless `balance` has one; by default its tokens.
         """
         if global_batch_size < 1:
             raise ValueError(f"global_batch_size must be at least 1, got {global_batch_size}")
@@ -61,16 +68,47 @@ class TrainingSteps(Dataset[SequenceBatch]):
         self.users = np.flatnonzero(np.diff(store.offsets) >= 4)
         if len(self.users) == 0:
             raise InputError(f"{store.path} has no user with two training interactions: nothing to predict")
-        self.steps_per_epoch = -(-len(self.users) // global_batch_size)
+        self.plan = None
+        if balance is not None:
+            starts, ends = self._bounds(self.users)
+            self.plan = balance.plan(
+                (ends - starts).astype(np.int64),
+                of_model=cost or SequenceCost.tokens(),
+                ranks=world_size,
+                global_batch_size=global_batch_size,
+                seed=seed,
+            )
+        per_epoch = -(-len(self.users) // global_batch_size)
+        self.steps_per_epoch = per_epoch if self.plan is None else self.plan.steps_of_epoch(0)
         self._order: tuple[int, np.ndarray] = (-1, self.users)  # of the latest epoch asked for
 
     def users_of_step(self, step: int) -> np.ndarray:
-        """Dense indices of the users in the global batch of a step, in order."""
+        """Dense indices of the users in the global batch of a step, in order; with balance, rank after rank."""
         epoch, position = divmod(step, self.steps_per_epoch)
+        if self.plan is not None:
+            return self.users[np.concatenate(self.plan.samples_of_step(epoch, position))]
         if self._order[0] != epoch:
             generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
             self._order = (epoch, generator.permutation(self.users))
         return self._order[1][position * self._global_batch_size : (position + 1) * self._global_batch_size]
+
+    def check_resumable(self, identity: dict[str, Any]) -> None:
+        """Raises InputError unless a run whose `identity` was this one can go on with these steps."""
+        own = self.identity()
+        changed = [
+            f"{name} was {identity.get(name)} and is {own.get(name)}"
+            for name in sorted(own.keys() | identity.keys())
+            if own.get(name) != identity.get(name)
+        ]
+        if changed:
+            raise InputError(
+                f"the run cannot be resumed, its samples were balanced by another plan: {'; '.join(changed)}. "
+                "Look-ahead goes on with as many ranks as it began with; reallocation goes on with any number"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """What decides which samples meet in a step beside store, seed and batch size; empty without balance."""
+        return {} if self.plan is None else self.plan.identity()
 
     def _bounds(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First and one past the last interaction of each user's sample."""
@@ -83,7 +121,10 @@ class TrainingSteps(Dataset[SequenceBatch]):
         return int((ends - starts).sum())
 
     def __getitem__(self, step: int) -> SequenceBatch:
-        users = self.users_of_step(step)[self._rank :: self._world_size]
+        if self.plan is None:
+            users = self.users_of_step(step)[self._rank :: self._world_size]
+        else:
+            users = self.users[self.plan.samples_of_step(*divmod(step, self.steps_per_epoch))[self._rank]]
         starts, ends = self._bounds(users)
         return collate_sequences(
             self._store,

@@ -13,34 +13,20 @@ the adaptations do for TorchRec's own sharders.
 from __future__ import annotations
 
 import torch
-from torchrec.distributed.embedding import (
-    EmbeddingCollectionContext,
-    EmbeddingCollectionSharder,
-    ShardedEmbeddingCollection,
-)
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from turbogr_plugin.sharding.jagged_lookup import KERNELS, OurOperators, use_jagged_lookup
+from turbogr_plugin.sharding.jagged_lookup import KERNELS, use_jagged_lookup
 from turbogr_plugin.sharding.row_dtypes import agree_on_rows
-
-
-class _Deduplicating(ShardedEmbeddingCollection):
-    """With `use_index_dedup`; fbgemm finds the different ids of a batch on CUDA only."""
-
-    def _dedup_indices(
-        self, ctx: EmbeddingCollectionContext, input_feature_splits: list[KeyedJaggedTensor]
-    ) -> list[KeyedJaggedTensor]:
-        with OurOperators():
-            return super()._dedup_indices(ctx, input_feature_splits)
 
 
 class JaggedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """TorchRec's sharder of EmbeddingCollection with our lookup in the tables; same arguments.
 
-    `use_index_dedup` works on every device: each id of a batch travels and is looked up once.
+    `use_index_dedup` works on every device: each id of a batch travels and is looked up once. Left out: inside the
+    sharder of a managed-collision collection, which deduplicates by itself and has no kernel for it on CPU.
     """
 
     def shard(
@@ -59,8 +45,6 @@ class JaggedEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         sharded = super().shard(module, params, env, device, module_fqn)
         use_jagged_lookup(sharded)
         agree_on_rows(sharded)
-        if self._use_index_dedup:
-            sharded.__class__ = _Deduplicating
         return sharded
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:

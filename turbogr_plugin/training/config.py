@@ -17,6 +17,7 @@ from turbogr_plugin.errors import InputError
 from turbogr_plugin.models.hstu import HSTUConfig
 from turbogr_plugin.models.retrieval import LossConfig
 from turbogr_plugin.negatives.uniform import NegativesConfig
+from turbogr_plugin.sharding.balance_config import BalanceConfig
 from turbogr_plugin.training.gradient_scale import LossReduction
 from turbogr_plugin.training.item_corpus import DEFAULT_CHUNK_ITEMS
 from turbogr_plugin.training.metrics import DEFAULT_CUTOFFS
@@ -129,6 +130,8 @@ class RunConfig:
     "Sampled negatives."
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     "Both optimizers."
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    "Of samples over ranks."
     training: TrainingConfig = field(default_factory=TrainingConfig)
     "The loop."
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -20,6 +20,7 @@ _RESUMED = (
     "loss",
     "negatives",
     "optimizer",
+    "balance",
     "training.seed",
     "training.global_batch_size",
     "training.precision",

@@ -27,6 +27,7 @@ from turbogr_plugin.data.batch import SequenceBatch
 from turbogr_plugin.data.loader import TrainingSteps, training_batches
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.kernels import dispatch
+from turbogr_plugin.sharding.sequence_cost import SequenceCost
 from turbogr_plugin.training.checkpoints import (
     Checkpoint,
     find_checkpoint,
@@ -80,6 +81,8 @@ class Trainer:
             seed=config.training.seed,
             rank=session.rank,
             world_size=session.world_size,
+            balance=config.balance,
+            cost=SequenceCost.hstu(config.model.dimensions().dim),
         )
         self.total_steps = config.training.epochs * self.steps.steps_per_epoch
         self.optimizer = build_optimizer(session.model, config.optimizer)
@@ -235,7 +238,11 @@ class Trainer:
             self.session.checkpoints,
             step=self.position.step,
             state=self._state(),
-            extra={"position": vars(self.position), "provenance": provenance(self.config, self.session.store)},
+            extra={
+                "position": vars(self.position),
+                "provenance": provenance(self.config, self.session.store),
+                "steps": self.steps.identity(),
+            },
             per_rank=rng_state(),
             keep=self.config.training.keep,
             name=name,
@@ -246,6 +253,7 @@ class Trainer:
         check_resumable(checkpoint, provenance(self.config, self.session.store))
         state, generators = self._state(), rng_state()
         extra = load_checkpoint(checkpoint, state, per_rank=generators, process_group=self.session.group)
+        self.steps.check_resumable(extra.get("steps", {}))
         self.session.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         set_rng_state(generators)

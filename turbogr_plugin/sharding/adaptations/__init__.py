@@ -9,6 +9,7 @@ from turbogr_plugin.sharding.adaptations import (
     device_kernels,
     dmp_collection,
     enumerator,
+    grouped_plan,
     kernel_bandwidth,
     placement,
     plan_check,
@@ -21,6 +22,7 @@ from turbogr_plugin.sharding.adaptations import (
     storage_estimate,
     storage_reservation,
     topology,
+    uneven_row_ranges,
 )
 
 #: In the order in which they are applied: what accepts `npu` comes after what handles it.
@@ -42,4 +44,6 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     *collisions_without_rows.ADAPTATIONS,
     *replica_averages.ADAPTATIONS,
     *refused_features.ADAPTATIONS,
+    *grouped_plan.ADAPTATIONS,
+    *uneven_row_ranges.ADAPTATIONS,
 )

@@ -1,0 +1,1 @@
+"""Balance of samples over ranks, on real sequence lengths."""

@@ -1,0 +1,118 @@
+"""What the tests of planning run on several ranks; see tests/npu/ranks.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+
+from tests.npu.ranks import forget_groups
+from tests.sharding.planned import SHARDERS, Tables, planner, shardings
+from turbogr_plugin.sharding import cpu_topology, npu_topology
+from turbogr_plugin.sharding.link_measurement import measure_links
+
+_CPU = torch.device("cpu")
+
+
+def _topology(ranks: int, memory_bytes: int = 1 << 30) -> Any:
+    return cpu_topology(ranks_per_node=2, nodes=ranks // 2, memory_bytes=memory_bytes, intra=1e9, inter=1e7)
+
+
+def collective_plan() -> Any:
+    """What the plan of four ranks holds on each of them."""
+    plan = planner(_topology(4), group_size=2).collective_plan(Tables({"s": (100, 8)}), SHARDERS, dist.group.WORLD)
+    assert plan.report is not None
+    sharding = shardings(plan)["s"]
+    return [plan.group_size, plan.world_size, plan.sync, sharding.sharding_type, sharding.ranks, str(plan)]
+
+
+def refusals() -> list[str]:
+    """Messages on this rank: nothing fits, tables that are wrong, a topology of another size."""
+    messages = []
+    module = Tables({"s": (100_000, 64)})
+    for make in (
+        lambda: planner(_topology(4, 1 << 20)).collective_plan(module, SHARDERS),
+        lambda: planner(_topology(4), optimizer="MAGIC").collective_plan(module, SHARDERS),
+        lambda: planner(_topology(8)).collective_plan(module, SHARDERS),
+    ):
+        try:
+            make()
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def stock_models() -> list[str]:
+    """What TorchRec's models say on this rank to plans with groups, and to one without."""
+    messages = []
+
+    def tried(make: Any) -> None:
+        try:
+            made = make()
+            messages.append(f"{type(made).__name__} is made")
+        except ValueError as error:
+            messages.append(str(error))
+
+    def plan(**arguments: Any) -> Any:
+        return planner(_topology(4), **arguments).plan(Tables({"s": (100, 8)}), SHARDERS)
+
+    def collection(sharding_group_size: int, **arguments: Any) -> Any:
+        return DMPCollection(
+            Tables({"s": (100, 8)}),
+            device=_CPU,
+            plan=plan(**arguments),
+            world_size=4,
+            sharding_group_size=sharding_group_size,
+            global_pg=dist.group.WORLD,
+            sharders=SHARDERS,
+        )
+
+    tried(lambda: DistributedModelParallel(Tables({"s": (100, 8)}), device=_CPU, plan=plan(group_size=2)))
+    tried(lambda: DistributedModelParallel(Tables({"s": (100, 8)}), device=_CPU, plan=plan(group_size=4)))
+    tried(lambda: collection(2, group_size=2))
+    tried(lambda: collection(4, group_size=2, sync="average"))
+    tried(lambda: collection(2, group_size=2, sync="average"))
+    forget_groups()
+    return messages
+
+
+def carried_out(device_type: str) -> list[str]:
+    """Trains a step of a planned model of sequences and bags; the sharding types of its tables."""
+    device = _CPU
+    if device_type == "npu":
+        torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("npu", int(os.environ["LOCAL_RANK"]))
+    figures: dict[str, Any] = {"memory_bytes": 1 << 30}
+    topology = (
+        npu_topology("atlas-800t-a2", nodes=2, devices_per_node=2, **figures) if device_type == "npu" else _topology(4)
+    )
+    sequences, bags = {"s0": (100, 8), "s1": (5_000, 8)}, {"b0": (50, 8), "b1": (4_000, 8)}
+    plan = planner(topology, group_size=4).collective_plan(Tables(sequences, bags), SHARDERS, dist.group.WORLD)
+    model = DistributedModelParallel(Tables(sequences, bags), device=device, plan=plan, sharders=SHARDERS)
+
+    def features(names: list[str]) -> KeyedJaggedTensor:
+        lengths = torch.arange(3 * len(names)) % 3
+        values = torch.arange(int(lengths.sum())) * 7 % 50
+        return KeyedJaggedTensor(keys=[f"f_{name}" for name in names], values=values, lengths=lengths).to(device)
+
+    of_sequences = model.module.sequences(features(list(sequences)))
+    of_bags = model.module.bags(features(list(bags)))
+    loss = sum(jagged.values().square().sum() for jagged in of_sequences.values()) + of_bags.values().square().sum()
+    loss.backward()
+    assert torch.isfinite(loss).item()
+    types = sorted(sharding.sharding_type for sharding in shardings(plan).values())
+    forget_groups()
+    return types
+
+
+def measured(path: str) -> Any:
+    """The links of four ranks as two hosts; rank 0 writes them."""
+    found = measure_links(_CPU, ranks_per_node=2, megabytes=0.2, repeats=2, memory_bytes=1 << 30)
+    if dist.get_rank() == 0:
+        found.save(Path(path))
+    return [[timing.level, timing.traffic, timing.ranks] for timing in found.timings], found.lines()

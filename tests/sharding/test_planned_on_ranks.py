@@ -1,0 +1,63 @@
+"""Planning by several ranks: one plan or one message everywhere, and measured links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.npu.ranks import Call, RankPool
+from turbogr_plugin.sharding import topology_from_file
+from turbogr_plugin.sharding.link_bandwidths import link_bandwidths
+
+HERE = "tests.sharding.planned_on_ranks"
+
+
+@pytest.mark.timeout(150)
+def test_every_rank_has_the_plan_of_rank_0_or_its_refusal(ranks: RankPool) -> None:
+    planned, refused, stock = ranks.run(
+        [Call(f"{HERE}:{name}", {}, world_size=4) for name in ("collective_plan", "refusals", "stock_models")]
+    )
+    first, *others = planned.result()
+    assert first[:2] == [2, 4]
+    assert all(other == first for other in others)
+
+    for messages in refused.result():
+        storage, optimizer, size = messages
+        assert storage.startswith("PlannerError: ")
+        assert "no group fits: with all 4 ranks in one group" in storage
+        assert "ValueError: optimizer must be one of SGD" in optimizer
+        assert size == "ValueError: topology has 8 ranks, the process group has 4"
+
+    for grouped, whole, exact, other_size, average in stock.result():
+        assert "plan is for 2 groups of 2 ranks, DistributedModelParallel shards over all ranks" in grouped
+        assert "use turbogr_plugin.sharding.HierarchicalModelParallel" in grouped
+        assert whole == "DistributedModelParallel is made"
+        assert "with sync 'exact', DMPCollection averages weights" in exact
+        assert "DMPCollection was given sharding_group_size 4" in other_size
+        assert average == "DMPCollection is made"
+
+
+@pytest.mark.timeout(150)
+def test_a_plan_of_one_group_is_carried_out_by_torchrec(ranks: RankPool) -> None:
+    calls = [Call(f"{HERE}:carried_out", {"device_type": device}, world_size=4) for device in ("cpu", "npu")]
+    for outcome in ranks.run(calls):
+        first, *others = outcome.result()
+        assert len(first) == 4
+        assert all(other == first for other in others)
+
+
+@pytest.mark.timeout(150)
+def test_measured_links_make_a_topology(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    (outcome,) = ranks.run([Call(f"{HERE}:measured", {"path": str(path)}, world_size=4)])
+    kinds = ["all_to_all", "all_reduce", "exchange"]
+    for timings, lines in outcome.result():
+        assert timings == [[level, kind, 2] for level in ("intra", "inter") for kind in kinds]
+        assert lines[0] == "4 ranks, 2 per host"
+    topology = topology_from_file(path)
+    assert (topology.world_size, topology.local_world_size, topology.compute_device) == (4, 2, "cpu")
+    assert {device.storage.ddr for device in topology.devices} == {1 << 30}
+    links = link_bandwidths(topology.comms_bandwidths)
+    assert links.intra.latency > 0
+    assert links.inter.exchange > 0
