@@ -14,6 +14,9 @@ if __name__ != "turbogr_plugin.sharding":  # reached through the link at the roo
 if TYPE_CHECKING:
     from turbogr_plugin.sharding.access_histogram import AccessHistogram as AccessHistogram
     from turbogr_plugin.sharding.batch_statistics import BatchStatistics as BatchStatistics
+    from turbogr_plugin.sharding.hierarchical_model_parallel import (
+        HierarchicalModelParallel as HierarchicalModelParallel,
+    )
     from turbogr_plugin.sharding.hierarchical_plan import HierarchicalShardingPlan as HierarchicalShardingPlan
     from turbogr_plugin.sharding.hierarchical_planner import HierarchicalShardingPlanner as HierarchicalShardingPlanner
     from turbogr_plugin.sharding.topologies import cpu_topology as cpu_topology
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "AccessHistogram": "access_histogram",
     "BatchStatistics": "batch_statistics",
+    "HierarchicalModelParallel": "hierarchical_model_parallel",
     "HierarchicalShardingPlan": "hierarchical_plan",
     "HierarchicalShardingPlanner": "hierarchical_planner",
     "cpu_topology": "topologies",

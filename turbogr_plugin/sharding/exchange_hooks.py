@@ -1,0 +1,214 @@
+"""Hooks on fbgemm's table modules by which gradients of all groups, and not of one, update the tables.
+
+    forward hook      the lookup's own graph is cut, since its update would see this group's gradients only, and a node
+                      that hands the gradient over takes its place; the touched ids are known and their exchange starts
+    that node         sums the gradient of each touched row and starts to send the rows; it does not wait
+    forward pre-hook  of the next lookup, the last moment at which the update is exact: waits, adds, updates
+
+Between the node and the next lookup the exchange runs beside whatever the step still has to do: other gradients, the
+dense optimizer, the next batch's ids; with a pipeline that looks batch i + 1 up before the backward pass of batch i,
+beside that whole step.
+
+Messages carry no names, so all replicas send in one order: that of the lookups. Rows of a lookup wait for those of an
+earlier one. A lookup that never gets a gradient on this rank (its result was dropped, a rank had nothing to learn) is
+known by its graph being gone, and sends zeros when the next lookup or `finish` comes; where no replica has got one,
+nothing is updated. A rank that keeps such a graph alive keeps the others waiting.
+
+Left out, each refused: a second gradient for one lookup, a variable batch, a gradient of per-sample weights.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turbogr_plugin.backend.streams import Stream, current_stream, new_stream, on_stream, record_stream, wait
+from turbogr_plugin.sharding.replica_messages import ReplicaMessages
+from turbogr_plugin.sharding.sparse_exchange import ExchangeRules, LookupExchange, SummedRows
+from turbogr_plugin.sharding.table_update import update_tables, zero_rows_stay
+from turbogr_plugin.sharding.touched_rows import TableLayout, TouchedRows
+
+
+class _GraphAlive:
+    """Lives as long as the graph of a lookup."""
+
+
+class _HandOver(torch.autograd.Function):
+    """The lookup's result as it is; its gradient goes to the exchange. `anchor` makes the result require one."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, lookup: _Lookup, graph: _GraphAlive) -> Tensor:
+        ctx.lookup, ctx.graph = lookup, graph
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.lookup.owner.take(ctx.lookup, grads[0])
+        return None, None, None, None
+
+
+@dataclass(eq=False)
+class _Lookup:
+    """A lookup whose update has not been carried out."""
+
+    owner: GradientExchange
+    tables: _Tables
+    touched: TouchedRows
+    exchange: LookupExchange
+    graph: weakref.ref[_GraphAlive]
+    learning_rate: Tensor
+    """That of the forward pass, which is the one that fbgemm uses."""
+    iteration: int
+    rows: list[Tensor] | None = None
+    """Its gradients, until they are sent."""
+    has_gradient: bool = False
+
+
+@dataclass
+class _Tables:
+    module: Any
+    layout: TableLayout
+    anchor: Tensor
+    rules: ExchangeRules
+
+
+@dataclass
+class _Line:
+    """Lookups in the order in which they were made."""
+
+    waiting: list[_Lookup] = field(default_factory=list)
+    sent: list[_Lookup] = field(default_factory=list)
+
+
+class GradientExchange:
+    """Updates table modules by the gradients of all of their replicas.
+
+    Args:
+        modules: fbgemm's, which `check_tables` has let pass, the same on every replica in the same order; each may be
+            looked up as often as a step wants.
+        messages: between the replicas.
+        rules: how rows travel.
+        average: gradients are divided by the number of replicas, as TorchRec divides them inside a group.
+    """
+
+    def __init__(
+        self, modules: Sequence[Any], messages: ReplicaMessages, rules: ExchangeRules, *, average: bool
+    ) -> None:
+        self.messages, self._average = messages, average
+        self._line, self._lock = _Line(), threading.RLock()
+        self._stream: Stream = new_stream(messages.device)
+        self._updating = False
+        for module in modules:
+            device = module.weights_offsets.device
+            allowed = rules.dense_allowed and zero_rows_stay(module)
+            tables = _Tables(
+                module,
+                TableLayout.of(module),
+                torch.zeros(1, device=device, requires_grad=True),
+                ExchangeRules(rules.wire, rules.way, allowed),
+            )
+            module.register_forward_pre_hook(lambda *_: self.finish())
+            module.register_forward_hook(_Hook(self, tables), with_kwargs=True)
+
+    def begin(self, tables: _Tables, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        """After a lookup that may get a gradient: starts the exchange of ids, and returns what takes its place."""
+        _check_lookup(tables, kwargs)
+        module, weights = tables.module, kwargs.get("per_sample_weights")
+        with self._lock:
+            main = current_stream(self.messages.device)
+            with on_stream(self._stream):
+                wait(self._stream, main)
+                # fbgemm's own copies, in which ids out of range are replaced
+                touched = TouchedRows.of(tables.layout, module._indices, module._offsets, weights)
+                exchange = LookupExchange(touched, self.messages, tables.rules)
+            for tensor in (module._indices, module._offsets, weights):
+                if tensor is not None:
+                    record_stream(tensor, self._stream)
+            graph = _GraphAlive()
+            iteration = int(module.iter_cpu) if hasattr(module, "iter_cpu") else 0
+            rate = module.learning_rate_tensor.clone()
+            lookup = _Lookup(self, tables, touched, exchange, weakref.ref(graph), rate, iteration)
+            self._line.waiting.append(lookup)
+        result: Tensor = _HandOver.apply(output.detach(), tables.anchor, lookup, graph)
+        return result
+
+    def take(self, lookup: _Lookup, grad: Tensor) -> None:
+        """The gradient of a lookup: sums it by row and sends it as soon as those before have been."""
+        with self._lock:
+            if lookup.has_gradient or lookup not in self._line.waiting:
+                names = ", ".join(lookup.tables.module.table_names or ["(without names)"])
+                raise RuntimeError(
+                    f"a lookup of tables {names} got a second gradient: with sync='exact' each lookup is updated once"
+                )
+            main = current_stream(self.messages.device)
+            with on_stream(self._stream):
+                wait(self._stream, main)
+                rows = lookup.touched.gradients(grad)
+                if self._average:
+                    rows = [block / self.messages.size for block in rows]
+                lookup.rows, lookup.has_gradient = rows, True
+                self._send()
+            record_stream(grad, self._stream)
+
+    def finish(self) -> None:
+        """Carries out the updates whose gradients have come; who reads tables or optimizer states calls it."""
+        with self._lock:
+            if self._updating or not (self._line.waiting or self._line.sent):
+                return
+            self._updating = True
+            try:
+                main = current_stream(self.messages.device)
+                # An evaluation's lookup in inference mode must make no inference tensors here: they know no backward.
+                with torch.inference_mode(False), torch.no_grad(), on_stream(self._stream):
+                    wait(self._stream, main)
+                    self._send()
+                    sent, self._line.sent = self._line.sent, []
+                    sums = [lookup.exchange.finish() for lookup in sent]
+                    # Backward passes go the other way round, which matters where one module was looked up twice.
+                    while sent:
+                        _update(sent.pop(), sums.pop())
+                wait(main, self._stream)
+            finally:
+                self._updating = False
+
+    def _send(self) -> None:
+        waiting = self._line.waiting
+        while waiting and (waiting[0].has_gradient or waiting[0].graph() is None):
+            lookup = waiting.pop(0)
+            lookup.exchange.send(lookup.rows)
+            lookup.rows = None
+            self._line.sent.append(lookup)
+
+
+def _update(lookup: _Lookup, sums: SummedRows | None) -> None:
+    if sums is not None:
+        tables = lookup.tables
+        update_tables(tables.module, tables.layout, sums, lookup.learning_rate, lookup.iteration)
+
+
+class _Hook:
+    """Forward hook of one table module."""
+
+    def __init__(self, exchange: GradientExchange, tables: _Tables) -> None:
+        self._exchange, self._tables = exchange, tables
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        return self._exchange.begin(self._tables, kwargs, output) if torch.is_grad_enabled() else output
+
+
+def _check_lookup(tables: _Tables, kwargs: dict[str, Any]) -> None:
+    weights = kwargs.get("per_sample_weights")
+    for refused, what in (
+        (kwargs.get("batch_size_per_feature_per_rank") is not None, "features of different batch sizes have"),
+        (kwargs.get("hash_zch_identities") is not None, "ids of managed collision, which differ by group, have"),
+        (weights is not None and weights.requires_grad, "per-sample weights that are learned have"),
+    ):
+        if refused:
+            names = ", ".join(tables.module.table_names or ["(without names)"])
+            raise ValueError(f"tables {names}: {what} no exact sum over groups; use sync='average'")
