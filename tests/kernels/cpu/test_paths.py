@@ -39,10 +39,23 @@ with torch.backends.mkldnn.flags(enabled=False):
 print(json.dumps({"with": build.describe(), "without": without_onednn}))
 """
 
+FUXI_CHILD = """
+import json, torch
+from tests.kernels.attention_cases import assert_as_exact_as_reference
+from tests.kernels.cpu.attention_shapes import FUXI_CASES
+from turbogr_plugin.kernels.cpu import build
 
-def _paths_taken(**variables: str) -> dict[str, dict[str, str]]:
+torch.set_num_threads(1)
+for dtype in (torch.float32, torch.bfloat16):
+    for case in (FUXI_CASES[2], FUXI_CASES[6], FUXI_CASES[10]):
+        assert_as_exact_as_reference(case, dtype, "cpu")
+print(json.dumps({"with": build.describe("fuxi_attention")}))
+"""
+
+
+def _paths_taken(child: str = CHILD, **variables: str) -> dict[str, dict[str, str]]:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], env={**os.environ, **variables}, capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", child], env={**os.environ, **variables}, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
@@ -57,6 +70,16 @@ def test_kernels_for_lesser_vectors_are_as_exact(capability: str) -> None:
     taken = _paths_taken(ATEN_CPU_CAPABILITY=capability)["with"]
     assert taken["vectors"] == {"avx2": "AVX2"}.get(capability, taken["vectors"])
     assert "packed" not in taken["bfloat16"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)  # the first time, it builds
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_fuxi_for_lesser_vectors_is_as_exact(capability: str) -> None:
+    if LEVELS.index(capability.upper()) >= HERE:
+        pytest.skip(f"lane cpu: this machine's own vectors are {build.capability()}, which all tests take")
+    taken = _paths_taken(FUXI_CHILD, ATEN_CPU_CAPABILITY=capability)["with"]
+    assert taken["vectors"] == {"avx2": "AVX2"}.get(capability, taken["vectors"])
 
 
 @pytest.mark.timeout(300)  # a process of its own
