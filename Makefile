@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ASCEND := .venv-ascend
 ASCEND_PIP := $(ASCEND)/bin/python -m pip --disable-pip-version-check
-BENCHMARKS ?= quality prepare attention lookup balance
+BENCHMARKS ?= quality prepare attention lookup balance hierarchical pipeline
 
 .PHONY: train test test-full check sanitize ascend venv bench clean
 .DEFAULT_GOAL := train

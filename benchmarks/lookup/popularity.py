@@ -17,6 +17,7 @@ from torch import Tensor
 from turbogr_plugin.data import synthetic
 
 DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
+_LIST = "kuairand27k_item_popularity.csv"
 PADDING = 0
 """The id that fills padded rows; no real id has it."""
 
@@ -47,13 +48,22 @@ class Ids:
         return list(self.jagged.tensor_split(self.jagged_offsets[batch:-1:batch]))
 
 
+def listed_popularity(folder: Path = DATA) -> tuple[np.ndarray, np.ndarray]:
+    """(exposures of a video, videos with so many) of KuaiRand-27K, each [classes] float64.
+
+    Raises:
+        FileNotFoundError: the list is not in `folder`.
+    """
+    with (folder / _LIST).open(encoding="utf-8") as file:
+        listed = [(int(row["exposure_per_video"]), int(row["video_count"])) for row in csv.DictReader(file)]
+    exposures, videos = (np.array(column, dtype=np.float64) for column in zip(*listed, strict=True))
+    return exposures, videos
+
+
 def popularity(rows: int, rng: np.random.Generator, folder: Path = DATA) -> tuple[np.ndarray, str]:
     """Exposures of `rows` videos drawn from KuaiRand-27K, and where they come from."""
-    path = folder / "kuairand27k_item_popularity.csv"
-    if path.is_file():
-        with path.open(encoding="utf-8") as file:
-            listed = [(int(row["exposure_per_video"]), int(row["video_count"])) for row in csv.DictReader(file)]
-        exposures, videos = (np.array(column, dtype=np.float64) for column in zip(*listed, strict=True))
+    if (folder / _LIST).is_file():
+        exposures, videos = listed_popularity(folder)
         return rng.choice(exposures, rows, p=videos / videos.sum()), "KuaiRand-27K, exposures per video"
     shares = np.array(synthetic.ITEMS_AT_LEAST)
     drawn = np.exp(np.interp(-rng.uniform(shares[-1], 1.0, rows), -shares, np.log(synthetic.POPULARITY)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from turbogr_plugin.backend.collectives import on_first_rank, process_group
+from turbogr_plugin.backend.collectives import on_first_rank, process_group, timeout_of
 from turbogr_plugin.errors import InputError
 
 CPU = torch.device("cpu")
@@ -29,6 +29,13 @@ def test_a_process_without_a_launcher_is_a_world_of_its_own() -> None:
         assert total.tolist() == [1, 1, 1]
         assert on_first_rank(lambda: "done", group) == "done"
     assert not dist.is_initialized()
+
+
+def test_a_group_tells_its_timeout_which_new_groups_do_not_take_over() -> None:
+    with process_group(CPU, timeout=TIMEOUT) as group:
+        assert timeout_of(group) == TIMEOUT
+        assert timeout_of(dist.new_group()) > TIMEOUT
+        assert timeout_of(dist.new_group(timeout=TIMEOUT)) == TIMEOUT
 
 
 def test_the_group_ends_with_the_block_also_by_an_error() -> None:

@@ -13,16 +13,24 @@ from turbogr_plugin.sharding.sparse_exchange import ExchangeRules, LookupExchang
 from turbogr_plugin.sharding.touched_rows import TableLayout, TouchedRows
 
 ROWS, DIM = 64, 8
+Share = float | list[float]
 LAYOUT = TableLayout(rows=(ROWS, 2 * ROWS, ROWS), dims=(DIM, 4, DIM), feature_tables=(2, 0, 1), pooling=0)
 
 
-def touched_of(rank: int, share: float, shared: bool) -> tuple[TouchedRows, Tensor]:
-    """What a rank has looked up, one bag per feature, and the gradient of each bag [1, sum of widths]."""
+def touched_of(rank: int, share: Share, shared: bool) -> tuple[TouchedRows, Tensor]:
+    """What a rank has looked up, one bag per feature, and the gradient of each bag [1, sum of widths].
+
+    Args:
+        rank: whose.
+        share: lookups by rows of the table, of each table or of all.
+        shared: whether the ranks look up the same rows.
+    """
     generator = torch.Generator().manual_seed(rank)
     ids = []
     for table in LAYOUT.feature_tables:
         rows = LAYOUT.rows[table]
-        drawn = torch.randint(0, rows, (int(rows * share),), generator=generator)
+        lookups = int(rows * (share if isinstance(share, float) else share[table]))
+        drawn = torch.randint(0, rows, (lookups,), generator=generator)
         ids.append(drawn if shared else drawn // 4 * 4 + rank)
     lengths = torch.tensor([part.numel() for part in ids])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -30,7 +38,7 @@ def touched_of(rank: int, share: float, shared: bool) -> tuple[TouchedRows, Tens
     return TouchedRows.of(LAYOUT, torch.cat(ids), offsets, None), grad
 
 
-def expected(ranks: int, share: float, shared: bool) -> tuple[list[Tensor], Tensor]:
+def expected(ranks: int, share: Share, shared: bool) -> tuple[list[Tensor], Tensor]:
     """By table, in the module's order: the sums over ranks in their order; and which linear ids were touched."""
     found = [torch.zeros(rows, dim) for rows, dim in zip(LAYOUT.rows, LAYOUT.dims, strict=True)]
     seen = torch.zeros(sum(LAYOUT.rows), dtype=torch.bool)
@@ -52,7 +60,7 @@ def exchanged(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_exchanged(**case) for case in cases]
 
 
-def _exchanged(*, way: Way | None, share: float, shared: bool = True, wire: str = "float32") -> dict[str, Any]:
+def _exchanged(*, way: Way | None, share: Share, shared: bool = True, wire: str = "float32") -> dict[str, Any]:
     """One exchange: which way was taken, what was sent, how far the sums are from those of one process."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     assert dist.group.WORLD is not None
@@ -60,7 +68,7 @@ def _exchanged(*, way: Way | None, share: float, shared: bool = True, wire: str 
     touched, grad = touched_of(rank, share, shared)
     exchange = LookupExchange(touched, messages, ExchangeRules(getattr(torch, wire), way))
     exchange.send(touched.gradients(grad))
-    taken = "dense" if exchange._dense else "reduce_scatter" if exchange._slices else "all_gather"
+    taken = "dense" if exchange._dense.places else "reduce_scatter" if exchange._slices else "all_gather"
     sums = exchange.finish()
     assert sums is not None
     wanted, ids = expected(ranks, share, shared)
@@ -74,4 +82,11 @@ def _exchanged(*, way: Way | None, share: float, shared: bool = True, wire: str 
             table = LAYOUT.order[place]
             truth = wanted[table][ids_by_table[place] - LAYOUT.bounds[place]]
             error = max([error, *((rows - truth).abs().flatten().tolist())])
-    return {"way": taken, "ids": torch.equal(sums.ids, ids), "error": error, "bytes": messages.bytes_sent}
+    dense = sorted(LAYOUT.order[place] for place in exchange._dense.places)
+    return {
+        "way": taken,
+        "dense": dense,
+        "ids": torch.equal(sums.ids, ids),
+        "error": error,
+        "bytes": messages.bytes_sent,
+    }

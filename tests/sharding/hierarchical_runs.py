@@ -175,10 +175,11 @@ def reads(*, group: int) -> dict[str, bool]:
     for name, way in ways.items():
         model.train()
         model.module.bags(batch_of(keys, 0, model.device, True))["f0"].sum().backward()
-        line = model._exchange._line  # type: ignore[union-attr]
-        pending = len(line.sent) + len(line.waiting)
+        exchange = model._exchange
+        assert exchange is not None
+        pending = exchange.pending
         way()
-        found[name] = pending > 0 and not line.sent and not line.waiting
+        found[name] = pending > 0 and exchange.pending == 0
     return found
 
 

@@ -70,7 +70,7 @@ def _counted(ids: Any, rows: int, shape: GroupShape) -> dict[str, Any]:
         for other in range(rank % shape.group, shape.world, shape.group):
             if other != rank:
                 far = int(other // shape.domain != rank // shape.domain)
-                gathered[rank, far] += len(held[rank]) * (DIM * 4 + 8)
+                gathered[rank, far] += len(held[rank]) * (DIM * 4 + 4)
     return {"a2a": a2a, "gathered": gathered}
 
 
@@ -108,7 +108,7 @@ def test_two_groups_move_u_half_of_the_rows_of_plain_sharding_and_ids_on_top() -
     unique_share = table.access.unique(2 * lookups) / (2 * lookups)
     ratio = grouped[:, Load.EXCHANGE_INTER].mean() / plain[:, Load.A2A_INTER].mean()
     assert not grouped[:, Load.A2A_INTER].any()
-    assert ratio == pytest.approx(unique_share * (DIM * 4 + 8) / (DIM * 4 + 4))
+    assert ratio == pytest.approx(unique_share)
 
 
 def _ways(groups: int, own: float, union: float, rows: float = 1e6, **settings: Any) -> Any:
@@ -125,7 +125,7 @@ def _ways(groups: int, own: float, union: float, rows: float = 1e6, **settings: 
 
 
 def test_the_exchange_gathers_for_few_groups_scatters_for_many_and_reduces_what_is_dense() -> None:
-    row = DIM * 4 + 8
+    row = DIM * 4 + 4
     assert _ways(1, 100, 100).algorithm == "none"
     two = _ways(2, 100, 190)
     assert (two.algorithm, two.sent.item()) == ("all_gather", 100 * row)
@@ -136,7 +136,7 @@ def test_the_exchange_gathers_for_few_groups_scatters_for_many_and_reduces_what_
 
 
 def test_a_narrow_wire_halves_rows_and_leaves_ids() -> None:
-    assert _ways(2, 100, 190, wire_bytes=2.0).sent.item() == 100 * (DIM * 2 + 8)
+    assert _ways(2, 100, 190, wire_bytes=2.0).sent.item() == 100 * (DIM * 2 + 4)
 
 
 def test_averages_move_whole_tables_every_so_many_steps() -> None:

@@ -63,9 +63,9 @@ def test_groups_are_chosen_where_ids_repeat() -> None:
     assert shardings(plan)["item"].ranks == [0, 1]
     assert plan.report is not None
     by_size = {candidate.group_size: candidate for candidate in plan.report.candidates}
-    # u = 0.65 in groups of two: a third of the bytes between hosts is saved (1 - u, and ids).
+    # u = 0.65 in groups of two: a third of the bytes between hosts is saved, 1 - u.
     saved = 1 - by_size[2].between_domains_bytes / by_size[4].between_domains_bytes
-    assert saved == pytest.approx(0.33, abs=0.02)
+    assert saved == pytest.approx(0.35, abs=0.01)
     assert by_size[2].algorithms == {"all_gather": 1}
     assert by_size[2].prediction is not None
     assert by_size[4].prediction is not None
@@ -89,17 +89,17 @@ def test_a_narrow_wire_makes_groups_pay_where_fp32_does_not() -> None:
 
 #: Two emulated hosts of two ranks on a link of 100 Mbit/s, 8,192 lookups per rank, dim 128, items with at least 1,000
 #: exposures, a dense part of 132 KB, gloo over TCP: MB that a host sent per step by the counter of its interface, and
-#: ms per step (docs/planning.md); by wire, None is plain sharding over all ranks.
-MEASURED = {None: (9.16, 1174), torch.float32: (6.10, 649), torch.float16: (3.19, 454)}
+#: ms per step, as `python -m benchmarks.hierarchical` gave them; by wire, None is plain sharding over all ranks.
+MEASURED = {None: (9.19, 1041), torch.float32: (6.06, 581), torch.float16: (3.15, 338)}
 
 
 @pytest.mark.parametrize("wire", MEASURED, ids=str)
 def test_bytes_and_steps_of_two_emulated_hosts_are_as_measured(wire: torch.dtype | None) -> None:
     megabytes, milliseconds = MEASURED[wire]
-    slow = LinkSpeeds(all_to_all=4.13e6, all_reduce=5.92e6, exchange=6.09e6, latency=0.5e-3)
-    fast = LinkSpeeds(all_to_all=0.73e9, all_reduce=1.02e9, exchange=1.71e9, latency=0.9e-3)
+    slow = LinkSpeeds(all_to_all=4.02e6, all_reduce=5.87e6, exchange=5.87e6, latency=0.7e-3)
+    fast = LinkSpeeds(all_to_all=0.56e9, all_reduce=0.90e9, exchange=1.30e9, latency=0.7e-3)
     topology = cpu_topology(
-        ranks_per_node=2, nodes=2, memory_bytes=4 * GB, intra=fast, inter=slow, memory_bandwidth=1.8e9
+        ranks_per_node=2, nodes=2, memory_bytes=4 * GB, intra=fast, inter=slow, memory_bandwidth=3.5e9
     )
     plan = planner(
         topology,
@@ -109,7 +109,7 @@ def test_bytes_and_steps_of_two_emulated_hosts_are_as_measured(wire: torch.dtype
         batch_statistics=BatchStatistics(lengths={"f_item": 1024.0}, access={"item": kuairand_items(1000)}),
         constraints=ROW_WISE,
         optimizer="EXACT_ROWWISE_ADAGRAD",
-        dense_seconds=0.135,  # the step without limit on the link, less its communication
+        dense_seconds=0.1,  # of a step beside its communication, four processes on two cores
     ).plan(Tables({"item": (20_719, 128)}), SHARDERS)
     assert plan.report is not None
     (candidate,) = plan.report.candidates

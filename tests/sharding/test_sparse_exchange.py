@@ -51,3 +51,16 @@ def test_the_way_with_the_fewest_bytes_is_taken(ranks: RankPool) -> None:
         *fixed, chosen = [max(of_rank["bytes"] for of_rank in each) for each in found]
         assert {of_rank["way"] for of_rank in found[-1]} == {best}, (share, fixed)
         assert chosen <= 1.02 * min(fixed), (share, fixed)
+
+
+@pytest.mark.timeout(120)
+def test_of_several_tables_those_travel_whole_that_are_touched_densely(ranks: RankPool) -> None:
+    ways = ("all_gather", "reduce_scatter", "dense", None)
+    for share, dense in (([0.2, 12.0, 0.3], [1]), ([12.0, 0.2, 0.0], [0]), ([0.2, 12.0, 12.0], [1, 2])):
+        found = run(ranks, [{"way": way, "share": share} for way in ways])
+        *fixed, chosen = [max(of_rank["bytes"] for of_rank in each) for each in found]
+        assert chosen < 0.95 * min(fixed), (share, chosen, fixed)
+        for of_rank in found[-1]:
+            assert of_rank["dense"] == dense, share
+            assert of_rank["ids"], share
+            assert of_rank["error"] == 0.0, share

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,14 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.
         yield group
     finally:
         dist.destroy_process_group()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """After which a collective of the group fails; torch gives new groups half an hour, whatever the default one has."""
+    devices = {device.type: device for device in group._device_types}
+    backend: Any = group._get_backend(devices.get("cpu", group._device_types[0]))
+    timeout: timedelta = backend.options._timeout
+    return timeout
 
 
 def ranks_per_host(group: dist.ProcessGroup) -> int:

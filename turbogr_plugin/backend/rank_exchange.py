@@ -65,12 +65,10 @@ class RankExchange:
         failed = [rank for rank, row in enumerate(table) if row[0]]
         if not failed:
             return [row[1:] for row in table]
-        text = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace") if error is not None else b""
-        sent = self.gather_rows(torch.tensor(list(text), dtype=torch.uint8, device=self.device))
+        reasons = self.gather_texts("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        reason = bytes(sent[failed[0]].tolist()).decode("utf-8")
-        message = f"rank {failed[0]} failed while {doing}: {reason}"
+        message = f"rank {failed[0]} failed while {doing}: {reasons[failed[0]]}"
         raise InputError(message) if table[failed[0]][0] == _INPUT_ERROR else RuntimeError(message)
 
     def gather_rows(self, rows: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
@@ -94,6 +92,12 @@ class RankExchange:
         padded = rows.new_zeros((longest, *rows.shape[1:]))
         padded[: rows.size(0)] = rows
         return [part[:size] for part, size in zip(self._gather_equal(padded), sizes, strict=True)]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The text of every rank, in rank order; what UTF-8 cannot hold arrives escaped."""
+        sent = list(text.encode("utf-8", "backslashreplace"))
+        rows = self.gather_rows(torch.tensor(sent, dtype=torch.uint8, device=self.device))
+        return [bytes(row.tolist()).decode("utf-8") for row in rows]
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum `tensor` (same shape on every rank) over the ranks, in place."""

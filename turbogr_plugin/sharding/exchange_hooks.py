@@ -21,18 +21,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from turbogr_plugin.backend.streams import Stream, current_stream, new_stream, on_stream, record_stream, wait
+from turbogr_plugin.backend.worker import Worker
 from turbogr_plugin.sharding.replica_messages import ReplicaMessages
 from turbogr_plugin.sharding.sparse_exchange import ExchangeRules, LookupExchange, SummedRows
 from turbogr_plugin.sharding.table_update import update_tables, zero_rows_stay
 from turbogr_plugin.sharding.touched_rows import TableLayout, TouchedRows
+
+T = TypeVar("T")
 
 
 class _GraphAlive:
@@ -60,14 +64,20 @@ class _Lookup:
     owner: GradientExchange
     tables: _Tables
     touched: TouchedRows
-    exchange: LookupExchange
     graph: weakref.ref[_GraphAlive]
     learning_rate: Tensor
     """That of the forward pass, which is the one that fbgemm uses."""
     iteration: int
-    rows: list[Tensor] | None = None
-    """Its gradients, until they are sent."""
+    exchange: LookupExchange | None = None
     has_gradient: bool = False
+    rows: list[Tensor] | None = None
+    """The gradients as the worker has them, until they are sent."""
+    sums: SummedRows | None = None
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it will get no gradient. The graph is looked at first: it goes after the gradient has come, too."""
+        return self.graph() is None and not self.has_gradient
 
 
 @dataclass
@@ -80,10 +90,11 @@ class _Tables:
 
 @dataclass
 class _Line:
-    """Lookups in the order in which they were made."""
+    """Lookups in the order in which they were made; the worker's alone."""
 
     waiting: list[_Lookup] = field(default_factory=list)
     sent: list[_Lookup] = field(default_factory=list)
+    summed: list[_Lookup] = field(default_factory=list)
 
 
 class GradientExchange:
@@ -101,9 +112,11 @@ class GradientExchange:
         self, modules: Sequence[Any], messages: ReplicaMessages, rules: ExchangeRules, *, average: bool
     ) -> None:
         self.messages, self._average = messages, average
-        self._line, self._lock = _Line(), threading.RLock()
+        self._line, self._worker = _Line(), Worker(messages.device, "gradient exchange")
         self._stream: Stream = new_stream(messages.device)
-        self._updating = False
+        self._open: list[_Lookup] = []
+        self._last: Future[None] | None = None
+        self._lock, self._updating = threading.RLock(), False
         for module in modules:
             device = module.weights_offsets.device
             allowed = rules.dense_allowed and zero_rows_stay(module)
@@ -116,80 +129,116 @@ class GradientExchange:
             module.register_forward_pre_hook(lambda *_: self.finish())
             module.register_forward_hook(_Hook(self, tables), with_kwargs=True)
 
+    @property
+    def pending(self) -> int:
+        """Lookups whose update has not been carried out."""
+        return len(self._open)
+
     def begin(self, tables: _Tables, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         """After a lookup that may get a gradient: starts the exchange of ids, and returns what takes its place."""
         _check_lookup(tables, kwargs)
-        module, weights = tables.module, kwargs.get("per_sample_weights")
+        module = tables.module
+        # fbgemm's own ids, in which those out of range are replaced
+        touched = TouchedRows.of(tables.layout, module._indices, module._offsets, kwargs.get("per_sample_weights"))
+        graph = _GraphAlive()
+        iteration = int(module.iter_cpu) if hasattr(module, "iter_cpu") else 0
+        rate = module.learning_rate_tensor.clone()
+        lookup = _Lookup(self, tables, touched, weakref.ref(graph), rate, iteration)
+        record_stream(touched.ids, self._stream)
         with self._lock:
-            main = current_stream(self.messages.device)
-            with on_stream(self._stream):
-                wait(self._stream, main)
-                # fbgemm's own copies, in which ids out of range are replaced
-                touched = TouchedRows.of(tables.layout, module._indices, module._offsets, weights)
-                exchange = LookupExchange(touched, self.messages, tables.rules)
-            for tensor in (module._indices, module._offsets, weights):
-                if tensor is not None:
-                    record_stream(tensor, self._stream)
-            graph = _GraphAlive()
-            iteration = int(module.iter_cpu) if hasattr(module, "iter_cpu") else 0
-            rate = module.learning_rate_tensor.clone()
-            lookup = _Lookup(self, tables, touched, exchange, weakref.ref(graph), rate, iteration)
-            self._line.waiting.append(lookup)
+            self._open.append(lookup)
+            self._submit(lambda: self._start(lookup))
         result: Tensor = _HandOver.apply(output.detach(), tables.anchor, lookup, graph)
         return result
 
     def take(self, lookup: _Lookup, grad: Tensor) -> None:
         """The gradient of a lookup: sums it by row and sends it as soon as those before have been."""
-        with self._lock:
-            if lookup.has_gradient or lookup not in self._line.waiting:
-                names = ", ".join(lookup.tables.module.table_names or ["(without names)"])
-                raise RuntimeError(
-                    f"a lookup of tables {names} got a second gradient: with sync='exact' each lookup is updated once"
-                )
-            main = current_stream(self.messages.device)
-            with on_stream(self._stream):
-                wait(self._stream, main)
-                rows = lookup.touched.gradients(grad)
-                if self._average:
-                    rows = [block / self.messages.size for block in rows]
-                lookup.rows, lookup.has_gradient = rows, True
-                self._send()
-            record_stream(grad, self._stream)
+        if lookup.has_gradient:
+            names = ", ".join(lookup.tables.module.table_names or ["(without names)"])
+            raise RuntimeError(
+                f"a lookup of tables {names} got a second gradient: with sync='exact' each lookup is updated once"
+            )
+        rows = lookup.touched.gradients(grad)
+        if self._average:
+            rows = [block / self.messages.size for block in rows]
+        for block in rows:
+            record_stream(block, self._stream)
+        lookup.has_gradient = True
+        self._submit(lambda: self._give(lookup, rows))
 
     def finish(self) -> None:
         """Carries out the updates whose gradients have come; who reads tables or optimizer states calls it."""
         with self._lock:
-            if self._updating or not (self._line.waiting or self._line.sent):
+            if self._updating or not any(lookup.has_gradient or lookup.is_dropped for lookup in self._open):
                 return
             self._updating = True
             try:
-                main = current_stream(self.messages.device)
                 # An evaluation's lookup in inference mode must make no inference tensors here: they know no backward.
-                with torch.inference_mode(False), torch.no_grad(), on_stream(self._stream):
-                    wait(self._stream, main)
-                    self._send()
-                    sent, self._line.sent = self._line.sent, []
-                    sums = [lookup.exchange.finish() for lookup in sent]
+                with torch.inference_mode(False), torch.no_grad():
+                    summed = self._on_worker(self._sum).result()
+                    wait(current_stream(self.messages.device), self._stream)
                     # Backward passes go the other way round, which matters where one module was looked up twice.
-                    while sent:
-                        _update(sent.pop(), sums.pop())
-                wait(main, self._stream)
+                    for lookup in reversed(summed):
+                        self._open.remove(lookup)
+                        _update(lookup)
             finally:
                 self._updating = False
 
+    def _submit(self, work: Callable[[], None]) -> None:
+        if self._last is not None and self._last.done():
+            self._last.result()  # raises what the last work raised
+        self._last = self._on_worker(work)
+
+    def _on_worker(self, work: Callable[[], T]) -> Future[T]:
+        """Work on the stream of the exchange, after all that the caller's stream has been given."""
+        wait(self._stream, current_stream(self.messages.device))
+
+        def carried_out() -> T:
+            with torch.no_grad(), on_stream(self._stream):
+                return work()
+
+        return self._worker.submit(carried_out)
+
+    def _start(self, lookup: _Lookup) -> None:
+        lookup.exchange = LookupExchange(lookup.touched, self.messages, lookup.tables.rules)
+        self._line.waiting.append(lookup)
+
+    def _give(self, lookup: _Lookup, rows: list[Tensor]) -> None:
+        lookup.rows = rows
+        self._send()
+        if not self._line.waiting:
+            self._receive()  # nothing else can come: the caller goes on meanwhile
+
     def _send(self) -> None:
-        waiting = self._line.waiting
-        while waiting and (waiting[0].has_gradient or waiting[0].graph() is None):
-            lookup = waiting.pop(0)
+        """Sends what has its turn."""
+        line = self._line
+        while line.waiting and (line.waiting[0].rows is not None or line.waiting[0].is_dropped):
+            lookup = line.waiting.pop(0)
+            assert lookup.exchange is not None
             lookup.exchange.send(lookup.rows)
             lookup.rows = None
-            self._line.sent.append(lookup)
+            line.sent.append(lookup)
+
+    def _receive(self) -> None:
+        while self._line.sent:
+            lookup = self._line.sent.pop(0)
+            assert lookup.exchange is not None
+            lookup.sums = lookup.exchange.finish()
+            lookup.exchange = None
+            self._line.summed.append(lookup)
+
+    def _sum(self) -> list[_Lookup]:
+        """All lookups whose gradients have come, with their sums."""
+        self._send()
+        self._receive()
+        summed, self._line.summed = self._line.summed, []
+        return summed
 
 
-def _update(lookup: _Lookup, sums: SummedRows | None) -> None:
-    if sums is not None:
+def _update(lookup: _Lookup) -> None:
+    if lookup.sums is not None:
         tables = lookup.tables
-        update_tables(tables.module, tables.layout, sums, lookup.learning_rate, lookup.iteration)
+        update_tables(tables.module, tables.layout, lookup.sums, lookup.learning_rate, lookup.iteration)
 
 
 class _Hook:

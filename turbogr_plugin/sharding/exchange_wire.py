@@ -25,6 +25,11 @@ _LARGEST = 15  # 2^15 = 32,768 leaves a factor of two up to fp16's largest numbe
 _ALIGNMENT = 16
 
 
+def id_dtype(rows: int) -> torch.dtype:
+    """In which ids of a table module with so many rows travel."""
+    return torch.int32 if rows <= 2**31 else torch.int64
+
+
 def header_bytes(layout: TableLayout) -> int:
     """Of a message for tables of this layout: a multiple of 16, so that the rows are aligned."""
     return -(-4 * (1 + len(layout.order)) // _ALIGNMENT) * _ALIGNMENT

@@ -6,7 +6,8 @@ same place in the other groups. A step looks up T ids of a table per rank, and p
     arriving lookups        n = I T s
     all-to-all, sequences   n (8 + d (f + b)) bytes, to the other ranks of the group
     all-to-all, pooled      8 n + I B d (f + b), B bags per rank
-    exchange, exact         U rows of the group, V of all groups (access_histogram.py), r = d w + 8 bytes a row:
+    exchange, exact         U rows of the group, V of all groups (access_histogram.py), r = d w + 4 bytes a row (8 of
+                            a shard of more than 2^31 rows):
                             all-gather        (H - 1) U r
                             reduce-scatter    (H - 1)/H (U + V) r    by slices of ids, then all-gather of the union
                             dense             2 (H - 1)/H rows d w
@@ -32,6 +33,7 @@ from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.types import ShardingType
 
 from turbogr_plugin.sharding.access_histogram import AccessHistogram, Floats
+from turbogr_plugin.sharding.exchange_wire import id_dtype
 
 Algorithm = Literal["none", "all_gather", "reduce_scatter", "dense", "average"]
 Sync = Literal["exact", "average"]
@@ -167,7 +169,7 @@ def cheapest_exchange(
     if groups == 1:
         return Exchange("none", np.zeros_like(rows), np.zeros_like(rows))
     wide = columns * settings.wire_bytes
-    row = wide + _ID_BYTES
+    row = wide + id_dtype(int(rows.max())).itemsize
     if settings.sync == "average":
         whole = rows * wide + state_bytes
         return Exchange("average", 2 * (groups - 1) / groups * whole / settings.sync_interval, whole)

@@ -29,11 +29,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_kernel import BaseEmbedding
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel, DMPCollection
+from torchrec.distributed.model_parallel import (
+    DataParallelWrapper,
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+    DMPCollection,
+)
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
+from turbogr_plugin.backend.collectives import timeout_of
 from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.sharding.exchange_hooks import GradientExchange
@@ -102,9 +108,11 @@ class HierarchicalModelParallel(DMPCollection):
                 copy.deepcopy(plan.plan), plan.group_size, plan.world_size, plan.sync, plan.node_group_size, plan.report
             )
         if not self._grouped:
+            dense = env or ShardingEnv.from_process_group(dist.group.WORLD)
+            wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
             DistributedModelParallel.__init__(
-                *(self, module, env, device, plan, sharders, init_data_parallel, init_parameters),
-                *(data_parallel_wrapper, model_tracker_configs),
+                *(self, module, _group_of_tables(dense), device, plan, sharders, init_data_parallel, init_parameters),
+                *(_DenseGroup(wrapper, dense), model_tracker_configs),
             )
             return
         assert isinstance(plan, HierarchicalShardingPlan)
@@ -124,10 +132,10 @@ class HierarchicalModelParallel(DMPCollection):
             use_inter_host_allreduce=True,  # consecutive ranks form a group
         )
         if plan.sync == "exact":
-            self._exchange = self._exact_exchange(plan, device, ExchangeRules(wire_dtype, exchange))
+            self._exchange = self._exact_exchange(plan, group, device, ExchangeRules(wire_dtype, exchange))
 
     def _exact_exchange(
-        self, plan: HierarchicalShardingPlan, device: torch.device, rules: ExchangeRules
+        self, plan: HierarchicalShardingPlan, group: dist.ProcessGroup, device: torch.device, rules: ExchangeRules
     ) -> GradientExchange:
         modules: list[Any] = []
 
@@ -144,7 +152,7 @@ class HierarchicalModelParallel(DMPCollection):
 
         # Ranks hold different tables, and one that refuses its own must not leave the others waiting.
         RankExchange(device).agree(caught(collect), doing="looking at its tables")
-        messages = ReplicaMessages(_replicas(plan), device)
+        messages = ReplicaMessages(_replicas(plan, group), device)
         found = GradientExchange(modules, messages, rules, average=get_gradient_division())
         for child in self.module.modules():
             if hasattr(child, "_lookups"):
@@ -211,6 +219,27 @@ class _OptimizerOfUpdatedTables(CombinedOptimizer):
         return found
 
 
+class _DenseGroup(DataParallelWrapper):
+    """Wraps the dense part on another group than the tables'."""
+
+    def __init__(self, wrapper: DataParallelWrapper, env: ShardingEnv) -> None:
+        self._wrapper, self._env = wrapper, env
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        self._wrapper.wrap(dmp, self._env, device)
+
+
+def _group_of_tables(env: ShardingEnv) -> ShardingEnv:
+    """The ranks of `env` once more, so that tables and dense part can be reduced from two threads, as groups can."""
+    group = env.process_group
+    if group is None or group.size() == 1:
+        return env
+    ranks = dist.get_process_group_ranks(group)
+    return ShardingEnv.from_process_group(
+        dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True, group_desc="tables")
+    )
+
+
 def _check_groups(
     module: nn.Module, plan: HierarchicalShardingPlan, env: ShardingEnv | None, model_tracker_configs: Any
 ) -> None:
@@ -247,9 +276,9 @@ def _fused_tables(module: nn.Module) -> list[Any]:
     return found
 
 
-def _replicas(plan: HierarchicalShardingPlan) -> dist.ProcessGroup:
+def _replicas(plan: HierarchicalShardingPlan, group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of its own for the ranks that hold what this rank holds: one collective of all ranks."""
     columns = [list(range(place, plan.world_size, plan.group_size)) for place in range(plan.group_size)]
-    mine, _ = dist.new_subgroups_by_enumeration(columns)
+    mine, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout_of(group))
     assert mine is not None
     return mine

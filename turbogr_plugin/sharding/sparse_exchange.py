@@ -1,7 +1,7 @@
 """One lookup's exchange of gradients between H replicas of its tables: everybody ends with the same sums.
 
     forward   start     numbers of rows, then ids
-    backward  send      rows, as soon as they are there
+    backward  send      starts to send rows
     later     finish    sums
 
 Three ways lead to the same sums (arXiv 2605.13433, section 4.2.1, describes the first); the fewest bytes decide, which
@@ -9,13 +9,13 @@ every replica counts alike. Bytes that the busiest rank sends, of U own rows, V 
 
     all_gather      (H - 1) U           everybody gets all rows and adds them
     reduce_scatter  (H - 1)/H (U + V)   everybody adds a slice of the ids, an H-th of V, and all get the sums
-    dense           R in place of U and V, by the cheaper of these two, and no ids travel
+    dense           R in place of U and V, by the cheaper of these two, and no ids travel; chosen by table
 
 An id's rows are added in float32 in the order of the groups, each group's own sum first made by itself, and with a
 narrower wire all replicas use the rounded rows, their own too: replicas stay bit-equal, and which way the rows went
 changes no bit with a float32 wire. With a narrower one reduce_scatter rounds twice.
 
-Left out: a dense exchange of some tables of a module only, and int8.
+Left out: int8.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ from torch import Tensor
 
 from turbogr_plugin.kernels.coalesce_rows import coalesce_rows
 from turbogr_plugin.kernels.jagged_unique import jagged_unique
+from turbogr_plugin.sharding.dense_tables import DenseTables
 from turbogr_plugin.sharding.exchange_slices import ExchangeSlices, rows_between
-from turbogr_plugin.sharding.exchange_wire import decode, encode, has_gradient, header_bytes, message_bytes
+from turbogr_plugin.sharding.exchange_wire import (
+    decode,
+    encode,
+    has_gradient,
+    header_bytes,
+    id_dtype,
+    message_bytes,
+)
 from turbogr_plugin.sharding.replica_messages import ReplicaMessages, Transfer
 from turbogr_plugin.sharding.touched_rows import TouchedRows
 
 Way = Literal["all_gather", "reduce_scatter", "dense"]
 WAYS: tuple[Way, ...] = ("all_gather", "reduce_scatter", "dense")
-_ID_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -66,23 +73,19 @@ class LookupExchange:
     """The exchange of one lookup. Every replica makes one for the same lookup, and calls its methods in order."""
 
     def __init__(self, touched: TouchedRows, messages: ReplicaMessages, rules: ExchangeRules) -> None:
-        """Tells the replicas how many rows will come, and starts to send ids."""
+        """Tells the replicas which rows will come: their numbers, then their ids. Both are waited for."""
         self._touched, self._messages, self._rules = touched, messages, rules
         self._layout = touched.layout
         self._counts = messages.gather_counts(touched.counts)
-        self._dense = rules.way == "dense" or (rules.way is None and rules.dense_allowed and self._dense_is_cheaper())
-        self._ids: list[Tensor] = [touched.ids] * messages.size
-        self._ids_transfer: Transfer | None = None
-        if self._dense:
-            everything = torch.arange(self._layout.bounds[-1], device=touched.ids.device)
-            self._ids = [everything] * messages.size
-            self._counts = [self._layout.counts(everything)] * messages.size
-        else:
-            self._ids = [
-                touched.ids if rank == messages.rank else touched.ids.new_empty(sum(counts))
-                for rank, counts in enumerate(self._counts)
-            ]
-            self._ids_transfer = messages.start([touched.ids] * messages.size, self._ids)
+        self._dense = self._dense_tables()
+        message = self._dense.others(touched.ids, touched.counts).to(id_dtype(self._layout.bounds[-1]))
+        others = [message.new_empty(self._dense.other_count(counts)) for counts in self._counts]
+        others[messages.rank] = message
+        messages.start([message] * messages.size, others).wait()
+        self._ids = [
+            self._dense.all_ids(part.long(), counts) for part, counts in zip(others, self._counts, strict=True)
+        ]
+        self._counts = [self._dense.all_counts(counts) for counts in self._counts]
         self._has_gradient = False
         self._slices: ExchangeSlices | None = None
         self._received: list[Tensor] = []
@@ -102,8 +105,7 @@ class LookupExchange:
                 torch.zeros(count, width.dim, device=self._touched.ids.device)
                 for count, width in zip(counts, layout.widths, strict=True)
             ]
-        if self._dense:
-            rows = self._spread(rows)
+        rows = self._dense.spread(rows, self._touched.ids, self._touched.counts)
         self._slices = self._sliced()
         if self._slices is None:
             message = encode(layout, self._counts[messages.rank], rows, wire, has_gradient=self._has_gradient)
@@ -123,7 +125,6 @@ class LookupExchange:
             sizes = [counts for counts, _, _ in self._slices.arriving]
         self._received = self._room(sizes, sends[messages.rank])
         self._rows_transfer = messages.start(sends, self._received)
-        self._wait_for_ids()  # which have been under way since the forward pass, so as not to hold their memory longer
 
     def finish(self) -> SummedRows | None:
         """Waits for the rows of all replicas and adds them; None if the lookup got no gradient on any."""
@@ -135,7 +136,7 @@ class LookupExchange:
         else:
             sums = self._gathered(self._slices, anywhere)
         self._received = []
-        return self._without_zeros(sums) if self._dense and sums is not None else sums
+        return sums if sums is None else self._without_zeros(sums)
 
     def _gathered(self, slices: ExchangeSlices, anywhere: bool) -> SummedRows | None:
         """The sums of this rank's slice go to all, and theirs come."""
@@ -166,13 +167,7 @@ class LookupExchange:
             ends = [begin + len(part) for begin, part in zip(begins, rows, strict=True)]
             parts = [each[begin:end] for each, begin, end in zip(ids, begins, ends, strict=True)]
             begins = ends
-            if self._dense:
-                total = rows[0].clone()
-                for part in rows[1:]:
-                    total += part
-                summed = (parts[0], total)
-            else:
-                summed = coalesce_rows(torch.cat(parts), torch.cat(rows))
+            summed = coalesce_rows(torch.cat(parts), torch.cat(rows))
             found_ids.append(summed[0])
             found_rows.append(summed[1])
         every = torch.cat(found_ids)
@@ -184,8 +179,7 @@ class LookupExchange:
             return None  # (U + V)/2 is no less than U
         if self._rules.way == "all_gather":
             return None
-        self._wait_for_ids()
-        every = self._ids[0] if self._dense else jagged_unique(torch.cat(self._ids))[0]
+        every = jagged_unique(torch.cat(self._ids))[0]
         found = ExchangeSlices.of(self._layout, self._ids, self._counts, every, self._messages.rank)
         if self._rules.way == "reduce_scatter":
             return found
@@ -194,15 +188,13 @@ class LookupExchange:
         sliced = found.most_elements * self._rules.wire.itemsize + 2 * (self._messages.size - 1) * header
         return found if sliced < (self._messages.size - 1) * most else None
 
-    def _dense_is_cheaper(self) -> bool:
-        """As far as it is known before ids are: V is at least the largest U."""
-        ranks = self._messages.size
-        most = max(self._row_bytes(counts) for counts in self._counts)
-        ids = max(sum(counts) for counts in self._counts) * _ID_BYTES * (ranks - 1)
-        shares = min(ranks - 1, 2 * (ranks - 1) / ranks)
-        return shares * self._row_bytes([self._layout.rows[table] for table in self._layout.order]) < (
-            shares * most + ids
-        )
+    def _dense_tables(self) -> DenseTables:
+        rules = self._rules
+        if rules.way == "dense":
+            return DenseTables.every(self._layout)
+        if rules.way is None and rules.dense_allowed:
+            return DenseTables.cheapest(self._layout, self._counts, rules.wire)
+        return DenseTables.none(self._layout)
 
     def _row_bytes(self, counts: Sequence[int]) -> int:
         return message_bytes(self._layout, counts, self._rules.wire)
@@ -213,25 +205,10 @@ class LookupExchange:
             for rank, each in enumerate(counts)
         ]
 
-    def _wait_for_ids(self) -> None:
-        if self._ids_transfer is not None:
-            self._ids_transfer.wait()
-            self._ids_transfer = None
-
-    def _spread(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The touched rows among all of the tables."""
-        layout, ids = self._layout, self._touched.ids
-        found, begin, taken = [], 0, 0
-        for width, block in zip(layout.widths, rows, strict=True):
-            end = layout.bounds[width.tables[-1] + 1]
-            whole = block.new_zeros(end - begin, width.dim)
-            whole[ids[taken : taken + len(block)] - begin] = block
-            found.append(whole)
-            begin, taken = end, taken + len(block)
-        return found
-
     def _without_zeros(self, sums: SummedRows) -> SummedRows:
-        layout = self._layout
-        keeps = [block.any(dim=1) for block in sums.rows]
+        if not self._dense.places:
+            return sums
+        keeps = self._dense.kept(sums.ids, sums.rows)
         ids = sums.ids[torch.cat(keeps)]
-        return SummedRows(ids, layout.counts(ids), [block[keep] for block, keep in zip(sums.rows, keeps, strict=True)])
+        rows = [block[keep] for block, keep in zip(sums.rows, keeps, strict=True)]
+        return SummedRows(ids, self._layout.counts(ids), rows)

@@ -1,0 +1,1 @@
+"""Exact groups of ranks against plain TorchRec on two emulated hosts."""

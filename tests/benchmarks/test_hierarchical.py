@@ -1,0 +1,75 @@
+"""Two emulated hosts, and the arithmetic of the benchmark that runs on them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hierarchical import step_spans
+from benchmarks.hierarchical.__main__ import main
+from benchmarks.two_hosts import TwoHosts, wait, why_not
+
+SEND = """
+import json, sys, torch, torch.distributed as dist
+from benchmarks.two_hosts import sent_bytes
+dist.init_process_group("gloo")
+rank, payload = dist.get_rank(), torch.ones(2_000_000, dtype=torch.uint8)
+found = {}
+for name, (source, target) in {"inside": (0, 1), "over the link": (0, 2)}.items():
+    dist.barrier()
+    before = sent_bytes()
+    if rank == source:
+        dist.send(payload, target)
+    if rank == target:
+        dist.recv(payload, source)
+    dist.barrier()
+    found[name] = sent_bytes() - before
+if rank == 0:
+    json.dump(found, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(why_not() is not None, reason=f"no emulated hosts: {why_not()}")
+def test_only_what_goes_from_host_to_host_crosses_the_link(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    with TwoHosts(rate_mbit=400) as hosts:
+        command = [sys.executable, "-c", SEND, str(tmp_path / "found")]
+        assert wait(hosts.start(command, 2, environment={"PYTHONPATH": root}), timeout=60) == 0
+    found = json.loads((tmp_path / "found").read_text(encoding="utf-8"))
+    assert 2_000_000 < found["over the link"] < 2_200_000
+    assert found["inside"] < 100_000
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(why_not() is not None, reason=f"no emulated hosts: {why_not()}")
+def test_a_rank_that_fails_ends_the_others_and_its_code_is_returned() -> None:
+    program = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '2' else time.sleep(100)"
+    with TwoHosts() as hosts:
+        ranks = hosts.start([sys.executable, "-c", program], 2)
+        assert wait(ranks, timeout=60) == 7
+        assert all(rank.poll() is not None for rank in ranks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_covered_time_is_that_of_a_clock_that_ticks(seed: int) -> None:
+    drawn = random.Random(seed)
+    spans = [(begin, begin + drawn.randrange(1, 30)) for begin in (drawn.randrange(200) for _ in range(12))]
+    bounds = sorted(drawn.sample(range(220), 5))
+    ticks = {tick for begin, end in spans for tick in range(begin, end)}
+    wanted = [sum(first <= tick < last for tick in ticks) for first, last in itertools.pairwise(bounds)]
+    assert step_spans.covered(spans, bounds) == wanted
+    assert step_spans.union(spans) == len(ticks)
+
+
+def test_without_root_the_benchmark_says_why_it_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert main([]) == 0
+    assert "skipped: needs root" in capsys.readouterr().out
