@@ -21,9 +21,9 @@ def _kill() -> None:
 
 
 def _kill_after_steps(steps: int) -> None:
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from turbogr_plugin.pipeline import TrainPipelineFineGrained
 
-    original, done = TrainPipelineSparseDist.progress, 0
+    original, done = TrainPipelineFineGrained.progress, 0
 
     def progress(*arguments: Any) -> Any:
         nonlocal done
@@ -32,7 +32,7 @@ def _kill_after_steps(steps: int) -> None:
         done += 1
         return original(*arguments)
 
-    TrainPipelineSparseDist.progress = progress
+    TrainPipelineFineGrained.progress = progress  # type: ignore[method-assign]
 
 
 def _kill_in_checkpoint(step: int) -> None:

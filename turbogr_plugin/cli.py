@@ -89,7 +89,16 @@ def _run_config_parser(command: str, description: str | None) -> ArgumentParser:
     from turbogr_plugin.training.config import RunConfig
 
     parser = _parser(command, description)
-    parser.add_class_arguments(RunConfig, None, fail_untyped=True)
+    parser.add_class_arguments(RunConfig, None, fail_untyped=True, skip={"profile"})
+    # By hand, so that it needs no value.
+    parser.add_argument(
+        "--profile",
+        type=int,
+        nargs="?",
+        const=20,
+        default=0,
+        help="Write a timeline of this many steps below the run folder (without a number 20); 0 writes none",
+    )
     return parser
 
 

@@ -1,7 +1,8 @@
 """The project's own training job on the simulated npu: the run of the CPU, without a missing operator or a host sync.
 
 Inside a step only TorchRec waits for the device: for lengths and split sizes of its all-to-alls, and with small index
-tensors that it makes on the host. docs/npu_host_syncs.md lists the lines; a test here holds it to them.
+tensors that it makes on the host; all of that on the thread of the sparse lane. docs/npu_host_syncs.md lists the lines;
+a test here holds it to them.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ class Job(NamedTuple):
     seen: list[dict[str, Any]]
     """By rank: what simnpu saw."""
 
-    def step_syncs(self) -> Counter[str]:
-        """Waits of rank 0 inside the steps by the innermost line outside of the plugin's backend."""
+    def step_syncs(self, *, dense: bool = False) -> Counter[str]:
+        """Waits of rank 0 inside the steps by the innermost line outside of the plugin's backend.
+
+        Args:
+            dense: those of the dense stages, in the thread that trains; else those of the sparse lane's thread.
+        """
         found: Counter[str] = Counter()
         for operator, where, count in self.seen[0]["host_syncs"]:
-            if not any("train_pipelines.py" in line and line.endswith("in progress") for line in where):
+            stages = [line.rpartition(" in ")[2] for line in where if "pipeline/fine_grained_stages.py" in line]
+            if not stages or any(stage.startswith("_dense_") for stage in stages) != dense:
                 continue
             line = next(line for line in where if "/turbogr_plugin/backend/" not in line)
             found[f"{operator} at {line.partition('site-packages/')[2] or line}"] += count
@@ -82,9 +88,16 @@ def test_no_operator_is_missing_and_no_use_of_memory_unordered(job: Job) -> None
 
 def test_only_torchrec_waits_for_the_device_inside_a_step(job: Job) -> None:
     once = len(job.seen) * WARM_UP
+    assert sum(job.step_syncs().values()) > EPOCHS * runs.STEPS_PER_EPOCH * (len(job.seen) - 1)
     others = {sync: count for sync, count in job.step_syncs().items() if " at torchrec/" not in sync and count > once}
     assert others == {}
     assert not any("turbogr_plugin" in sync for sync in job.step_syncs())
+
+
+def test_the_thread_that_trains_waits_for_nothing_but_once_for_the_buckets_of_ddp(job: Job) -> None:
+    waits = job.step_syncs(dense=True)
+    assert sum(waits.values()) <= 2
+    assert all(" at torchrec/distributed/model_parallel.py:" in sync for sync in waits)
 
 
 def test_the_docs_list_every_line_that_waits(job: Job) -> None:

@@ -219,6 +219,35 @@ def gathered(model: nn.Module, group: int) -> tuple[dict[str, Tensor], bool]:
     return whole, equal
 
 
+def gathered_states(model: nn.Module, group: int) -> dict[str, Tensor]:
+    """The optimizer's state of the first group: of elements by table, of rows by table and first column."""
+    if hasattr(model, "finish"):
+        model.finish()
+    mine = []
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", ()):
+            for kernel in lookup.modules():
+                if not (hasattr(kernel, "_row_offset") and hasattr(kernel._emb_module, "split_optimizer_states")):
+                    continue
+                of_tables = kernel._emb_module.split_optimizer_states()
+                places = zip(kernel.config.embedding_tables, kernel._row_offset, kernel._col_offset, strict=True)
+                # SGD has none, and then no entries.
+                for (config, row, column), states in zip(places, of_tables, strict=bool(of_tables)):
+                    mine += [(config.name, n, row, column, each.detach().cpu()) for n, each in enumerate(states)]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    whole: dict[str, Tensor] = {}
+    for name, number, row, column, state in [each for of_rank in every[:group] for each in of_rank]:
+        by_row = state.dim() == 1
+        key, size = f"{name} {number}" + f" from {column}" * by_row, TABLES[name][: 1 if by_row else 2]
+        target = whole.setdefault(key, torch.full(size, float("nan")))
+        if by_row:
+            target[row : row + state.size(0)] = state
+        else:
+            target[row : row + state.size(0), column : column + state.size(1)] = state
+    return whole
+
+
 def batch_of(
     keys: list[str], step: int, device: torch.device, shared: bool, permuted: bool = False
 ) -> KeyedJaggedTensor:

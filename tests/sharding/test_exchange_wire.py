@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbogr_plugin.sharding.exchange_wire import WIRES, decode, encode, has_gradient, message_bytes
+from turbogr_plugin.sharding.exchange_wire import WIRES, backward_pass, decode, encode, message_bytes
 from turbogr_plugin.sharding.touched_rows import TableLayout
 
 LAYOUT = TableLayout(rows=(9, 5, 7, 3), dims=(8, 4, 8, 12), feature_tables=(0, 1, 2, 3), pooling=0)
@@ -23,7 +23,7 @@ def test_rows_come_back(wire: torch.dtype) -> None:
     rows = blocks((1.0, 30.0, 0.5))
     message = encode(LAYOUT, COUNTS, rows, wire)
     assert message.numel() == message_bytes(LAYOUT, COUNTS, wire)
-    assert has_gradient(message)
+    assert backward_pass(message) == 1
     for sent, came in zip(rows, decode(LAYOUT, COUNTS, message, wire), strict=True):
         assert came.dtype == torch.float32
         bits = {torch.float32: 60, torch.bfloat16: 8, torch.float16: 11}[wire]
@@ -50,8 +50,8 @@ def test_what_is_not_finite_arrives_as_such(value: float) -> None:
 
 def test_zeros_of_a_lookup_without_gradient_say_so() -> None:
     rows = [torch.zeros_like(block) for block in blocks((1.0, 1.0, 1.0))]
-    message = encode(LAYOUT, COUNTS, rows, torch.float16, has_gradient=False)
-    assert not has_gradient(message)
+    message = encode(LAYOUT, COUNTS, rows, torch.float16, backward_pass=0)
+    assert backward_pass(message) == 0
     assert not any(bool(block.any()) for block in decode(LAYOUT, COUNTS, message, torch.float16))
 
 

@@ -130,7 +130,10 @@ def test_the_exchange_gathers_for_few_groups_scatters_for_many_and_reduces_what_
     two = _ways(2, 100, 190)
     assert (two.algorithm, two.sent.item()) == ("all_gather", 100 * row)
     many = _ways(16, 100, 300)
-    assert (many.algorithm, many.sent.item()) == ("reduce_scatter", pytest.approx(15 / 16 * 400 * row))
+    assert (many.algorithm, many.sent.item()) == (
+        "reduce_scatter",
+        pytest.approx(15 * 100 * 4 + 15 / 16 * 400 * DIM * 4),
+    )
     dense = _ways(16, 100, 110, rows=110)
     assert (dense.algorithm, dense.sent.item()) == ("dense", pytest.approx(2 * 15 / 16 * 110 * DIM * 4))
 

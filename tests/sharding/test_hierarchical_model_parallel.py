@@ -40,6 +40,7 @@ def check_exact(ranks: RankPool, cases: list[dict[str, Any]], steps: int) -> Non
         assert found["moved"] > 0.1, case
         for group in case["groups"]:
             assert found[str(group)]["tables"], (case, group)
+            assert found[str(group)]["states"], (case, group)
             assert found[str(group)]["replicas"], (case, group)
 
 
@@ -99,9 +100,12 @@ def test_a_narrow_wire_rounds_alike_on_all_replicas(ranks: RankPool) -> None:
 @pytest.mark.timeout(120)
 def test_a_lookup_without_gradient_takes_part_and_without_any_updates_nothing(ranks: RankPool) -> None:
     calls = [Call(f"{RUN}without_gradients", world_size=4), Call(f"{RUN}second_gradient", world_size=4)]
-    calls += [Call(f"{RUN}looked_up_twice", {"group": group}, world_size=4) for group in (1, 2)]
+    calls += [
+        Call(f"{RUN}looked_up_twice", {"group": group, "backward_passes": passes}, world_size=4)
+        for group, passes in ((1, 1), (2, 1), (2, 2))
+    ]
     without, second, *twice = (outcome.result() for outcome in ranks.run(calls))
-    assert twice == [[True] * 4] * 2
+    assert twice == [[True] * 4] * 3
     assert all(all(found.values()) for found in without), without
     assert all("got a second gradient" in message for message in second), second
 

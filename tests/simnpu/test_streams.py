@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -161,3 +162,65 @@ def test_the_host_waits_where_a_real_device_makes_it_wait(npu: ModuleType, copy:
     assert callable(copy)
     copy()
     assert npu.counters().host_syncs == syncs
+
+
+def _in_a_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work, name="lane")
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+@pytest.mark.parametrize("waits", ["stream", "device", "event"])
+def test_by_thread_a_wait_of_the_host_orders_what_its_own_thread_launches(
+    npu: ModuleType, waits: str, by_thread: bool
+) -> None:
+    npu.check_streams(True, by_thread=by_thread)
+    main, side = torch.npu.current_stream(), torch.npu.Stream()
+    x = torch.ones(10, device="npu")
+    wait = {"stream": main, "device": torch.npu, "event": main.record_event()}[waits]
+
+    _in_a_thread(wait.synchronize)
+    with torch.npu.stream(side):
+        x.sum()
+    assert [race.kind for race in npu.races()] == (["read before write ended"] if by_thread else [])
+    npu.reset()
+    y = torch.ones(10, device="npu")
+    main.synchronize()
+    with torch.npu.stream(side):
+        y.sum()
+    assert npu.races() == []
+
+
+def test_by_thread_events_order_what_other_threads_launch(npu: ModuleType) -> None:
+    npu.check_streams(True, by_thread=True)
+    side = torch.npu.Stream()
+    x = torch.ones(10, device="npu")
+    done = torch.npu.current_stream().record_event()
+
+    def use() -> None:
+        side.wait_event(done)
+        with torch.npu.stream(side):
+            x.sum()
+
+    _in_a_thread(use)
+    assert npu.races() == []
+
+
+def test_by_thread_a_backward_pass_knows_what_any_thread_has_waited_for(npu: ModuleType) -> None:
+    npu.check_streams(True, by_thread=True)
+    side = torch.npu.Stream()
+    weight = torch.ones(10, device="npu", requires_grad=True)
+    with torch.npu.stream(side):
+        factor = torch.full((10,), 2.0, device="npu")
+    side.synchronize()
+    (weight * factor).sum().backward()  # autograd's thread reads the factor
+    assert npu.races() == []
+
+
+def test_waits_of_the_host_are_told_by_thread(npu: ModuleType) -> None:
+    npu.trace_sources(True)
+    x = torch.ones(3, device="npu")
+    _in_a_thread(x.cpu)
+    x.cpu()
+    assert sorted(sync.thread for sync in npu.host_syncs()) == ["MainThread", "lane"]

@@ -60,6 +60,16 @@ def test_options_override_the_file_which_overrides_the_defaults(
     assert config.data.prepare is None
 
 
+@pytest.mark.parametrize(("options", "steps"), [([], 0), (["--profile"], 20), (["--profile", "7"], 7)])
+def test_a_timeline_is_asked_for_with_or_without_its_steps(
+    tmp_path: Path, trained: list[tuple[RunConfig, bool]], options: list[str], steps: int
+) -> None:
+    given = ["train", "--config", _file(tmp_path, FILE), *options, "--pipeline.staleness", "1"]
+    assert _exit_code(given) == 0
+    ((config, _),) = trained
+    assert (config.profile, config.pipeline.kind, config.pipeline.staleness) == (steps, "fine_grained", 1)
+
+
 @pytest.mark.parametrize("size", list(SIZES))
 def test_a_named_size_sets_the_dimensions_that_are_not_given(
     tmp_path: Path, trained: list[tuple[RunConfig, bool]], size: SizeName

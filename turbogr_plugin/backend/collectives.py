@@ -49,7 +49,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[dist.
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """After which a collective of the group fails; torch gives new groups half an hour, whatever the default one has."""
+    """After which a collective of the group fails; torch gives a new group half an hour, whatever others have."""
     devices = {device.type: device for device in group._device_types}
     backend: Any = group._get_backend(devices.get("cpu", group._device_types[0]))
     timeout: timedelta = backend.options._timeout

@@ -143,6 +143,8 @@ def checked_memory(memory: ArrayLike | None, limit: float | None, samples: int) 
         raise ValueError("memory and memory_limit belong together: give both or neither")
     if memory is None or limit is None:
         return None
+    if not limit >= 0:
+        raise ValueError(f"memory_limit must be at least 0, got {limit}")
     values = np.asarray(memory, dtype=np.float64)
     if values.shape != (samples,):
         raise ValueError(f"memory must have the shape [{samples}] of costs, got {list(values.shape)}")

@@ -121,6 +121,11 @@ def fit_step_times(rows: NDArray[np.float64]) -> CalibratedCost:
             f"the recorded steps have {tokens.mean():.0f} tokens with a spread of {tokens.std():.0f}: too much alike "
             "to tell what a token costs; record steps of the fixed batch, or of several batch sizes"
         )
+    if np.linalg.cond(rows[:, :2] / rows[:, :2].max(axis=0)) > 1e3:
+        raise InputError(
+            "the recorded steps have sequences of one length: linear and quadratic cost cannot be told apart; record "
+            "steps with sequences of different lengths"
+        )
     kept = np.ones(len(rows), dtype=bool)
     coefficients = _fit_from_zero(rows)
     for _ in range(2):

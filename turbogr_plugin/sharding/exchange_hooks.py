@@ -19,6 +19,7 @@ Left out, each refused: a second gradient for one lookup, a variable batch, a gr
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -70,14 +71,22 @@ class _Lookup:
     iteration: int
     exchange: LookupExchange | None = None
     has_gradient: bool = False
+    backward_pass: int = 0
+    """The number of that which gave the gradient, from 1 on."""
     rows: list[Tensor] | None = None
     """The gradients as the worker has them, until they are sent."""
+    passes: list[int] = field(default_factory=list)
+    """`backward_pass` on each replica."""
     sums: SummedRows | None = None
 
     @property
     def is_dropped(self) -> bool:
         """Whether it will get no gradient. The graph is looked at first: it goes after the gradient has come, too."""
         return self.graph() is None and not self.has_gradient
+
+    def summed_values(self) -> list[Tensor]:
+        """What the exchange has given; none where no replica has got a gradient."""
+        return [] if self.sums is None else [self.sums.ids, *self.sums.rows]
 
 
 @dataclass
@@ -117,6 +126,9 @@ class GradientExchange:
         self._open: list[_Lookup] = []
         self._last: Future[None] | None = None
         self._lock, self._updating = threading.RLock(), False
+        self._graph_task, self._passes = -1, 0
+        self._failure: BaseException | None = None
+        """The first of the worker's, after which nothing is exchanged any more."""
         for module in modules:
             device = module.weights_offsets.device
             allowed = rules.dense_allowed and zero_rows_stay(module)
@@ -126,7 +138,7 @@ class GradientExchange:
                 torch.zeros(1, device=device, requires_grad=True),
                 ExchangeRules(rules.wire, rules.way, allowed),
             )
-            module.register_forward_pre_hook(lambda *_: self.finish())
+            module.register_forward_pre_hook(lambda looked_up, _: self.finish(looked_up))
             module.register_forward_hook(_Hook(self, tables), with_kwargs=True)
 
     @property
@@ -163,24 +175,44 @@ class GradientExchange:
             rows = [block / self.messages.size for block in rows]
         for block in rows:
             record_stream(block, self._stream)
-        lookup.has_gradient = True
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task, self._passes = task, self._passes + 1
+        lookup.backward_pass, lookup.has_gradient = self._passes, True
         self._submit(lambda: self._give(lookup, rows))
 
-    def finish(self) -> None:
-        """Carries out the updates whose gradients have come; who reads tables or optimizer states calls it."""
+    def finish(self, module: Any = None) -> None:
+        """Carries out the updates whose gradients have come; who reads tables or optimizer states calls it.
+
+        Args:
+            module: that is about to be looked up; where none of its own lookups is due there is nothing to wait for.
+                A rank that has dropped the result of another module must not wait for ranks that still need theirs:
+                they may be waiting for this lookup.
+        """
         with self._lock:
-            if self._updating or not any(lookup.has_gradient or lookup.is_dropped for lookup in self._open):
+            if self._failure is not None:
+                raise RuntimeError("the exchange of gradients has failed; tables lack an update") from self._failure
+            if self._updating or not any(
+                (lookup.has_gradient or lookup.is_dropped) and module in (None, lookup.tables.module)
+                for lookup in self._open
+            ):
                 return
             self._updating = True
             try:
                 # An evaluation's lookup in inference mode must make no inference tensors here: they know no backward.
                 with torch.inference_mode(False), torch.no_grad():
                     summed = self._on_worker(self._sum).result()
-                    wait(current_stream(self.messages.device), self._stream)
-                    # Backward passes go the other way round, which matters where one module was looked up twice.
-                    for lookup in reversed(summed):
+                    stream = current_stream(self.messages.device)
+                    wait(stream, self._stream)
+                    for lookup in _in_order_of_updates(summed):
                         self._open.remove(lookup)
+                        # The lookup may have been on a third stream: a pipeline's, while the caller reads tables.
+                        for value in (lookup.learning_rate, *lookup.summed_values()):
+                            record_stream(value, stream)
                         _update(lookup)
+            except BaseException as error:
+                self._failure = self._failure or error  # what was summed and is not updated is lost
+                raise
             finally:
                 self._updating = False
 
@@ -194,8 +226,14 @@ class GradientExchange:
         wait(self._stream, current_stream(self.messages.device))
 
         def carried_out() -> T:
-            with torch.no_grad(), on_stream(self._stream):
-                return work()
+            if self._failure is not None:
+                raise RuntimeError("the exchange of gradients has failed before") from self._failure
+            try:
+                with torch.no_grad(), on_stream(self._stream):
+                    return work()
+            except BaseException as error:
+                self._failure = error
+                raise
 
         return self._worker.submit(carried_out)
 
@@ -215,7 +253,7 @@ class GradientExchange:
         while line.waiting and (line.waiting[0].rows is not None or line.waiting[0].is_dropped):
             lookup = line.waiting.pop(0)
             assert lookup.exchange is not None
-            lookup.exchange.send(lookup.rows)
+            lookup.exchange.send(lookup.rows, lookup.backward_pass)
             lookup.rows = None
             line.sent.append(lookup)
 
@@ -224,6 +262,7 @@ class GradientExchange:
             lookup = self._line.sent.pop(0)
             assert lookup.exchange is not None
             lookup.sums = lookup.exchange.finish()
+            lookup.passes = lookup.exchange.passes
             lookup.exchange = None
             self._line.summed.append(lookup)
 
@@ -233,6 +272,26 @@ class GradientExchange:
         self._receive()
         summed, self._line.summed = self._line.summed, []
         return summed
+
+
+def _in_order_of_updates(lookups: Sequence[_Lookup]) -> list[_Lookup]:
+    """The order in which TorchRec would update: by backward pass, and within one the last lookup first.
+
+    It matters where one module was looked up twice. Replicas know each other's passes, so they find the same order; a
+    lookup without gradient on some of them goes by those that have got one.
+
+    Args:
+        lookups: in the order in which they were made.
+    """
+
+    def compared(first: tuple[int, _Lookup], second: tuple[int, _Lookup]) -> int:
+        by_place = first[0] - second[0]
+        for own, other in zip(first[1].passes, second[1].passes, strict=True):
+            if own and other:
+                return own - other or -by_place
+        return by_place
+
+    return [lookup for _, lookup in sorted(enumerate(lookups), key=functools.cmp_to_key(compared))]
 
 
 def _update(lookup: _Lookup) -> None:

@@ -1,6 +1,7 @@
 """Gradients of rows as one message: a header, then the rows in the dtype of the wire.
 
-    bytes 0-3       int32: 1 if the sender's lookup has got a gradient, 0 if these are the zeros of one that has not
+    bytes 0-3       int32: the number of the backward pass in which the sender's lookup has got its gradient, from 1 on;
+                    0 if these are the zeros of one that has got none
     then            int32 per table: the power of two by which the rows of that table were multiplied (0 in fp32, bf16)
     from HEADER on  rows of each width, in the order of ids
 
@@ -42,7 +43,7 @@ def message_bytes(layout: TableLayout, counts: Sequence[int], wire: torch.dtype)
 
 
 def encode(
-    layout: TableLayout, counts: Sequence[int], rows: Sequence[Tensor], wire: torch.dtype, *, has_gradient: bool = True
+    layout: TableLayout, counts: Sequence[int], rows: Sequence[Tensor], wire: torch.dtype, *, backward_pass: int = 1
 ) -> Tensor:
     """Writes a message.
 
@@ -51,7 +52,7 @@ def encode(
         counts: [T] rows of each table, in the layout's order.
         rows: for each width [rows of that width, D] float32.
         wire: float32, bfloat16 or float16.
-        has_gradient: False: the rows are zeros, since the lookup got no gradient.
+        backward_pass: in which the gradient came; 0: the rows are zeros, since the lookup got none.
 
     Returns:
         [message_bytes] uint8 on the device of the rows.
@@ -61,14 +62,14 @@ def encode(
     begin = header_bytes(layout)
     header = message[:begin].view(torch.int32)
     header.zero_()
-    header[0] = int(has_gradient)
+    header[0] = backward_pass
     exponents = header[1 : 1 + len(layout.order)]
-    if wire == torch.float16 and has_gradient:
+    if wire == torch.float16 and backward_pass:
         exponents.copy_(_exponents(layout, counts, rows))
     for width, block in zip(layout.widths, rows, strict=True):
         end = begin + block.numel() * wire.itemsize
         scaled = block
-        if wire == torch.float16 and has_gradient:
+        if wire == torch.float16 and backward_pass:
             powers = exponents[torch.tensor(width.tables, device=device)].float()
             scaled = block * _by_row(torch.exp2(powers), [counts[place] for place in width.tables])
         message[begin:end].view(wire).view_as(block).copy_(scaled)
@@ -92,9 +93,9 @@ def decode(layout: TableLayout, counts: Sequence[int], message: Tensor, wire: to
     return found
 
 
-def has_gradient(message: Tensor) -> bool:
-    """Whether the sender's lookup has got a gradient. A device is waited for."""
-    return bool(message[:4].view(torch.int32)[0])
+def backward_pass(message: Tensor) -> int:
+    """In which the sender's lookup has got its gradient; 0: in none. A device is waited for."""
+    return int(message[:4].view(torch.int32)[0])
 
 
 def _exponents(layout: TableLayout, counts: Sequence[int], rows: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,8 @@ same place in the other groups. A step looks up T ids of a table per rank, and p
     exchange, exact         U rows of the group, V of all groups (access_histogram.py), r = d w + 4 bytes a row (8 of
                             a shard of more than 2^31 rows):
                             all-gather        (H - 1) U r
-                            reduce-scatter    (H - 1)/H (U + V) r    by slices of ids, then all-gather of the union
+                            reduce-scatter    (H - 1)/H (U + V) d w by slices of ids, then all-gather of the union,
+                                              and ids to all: (H - 1) U (r - d w)
                             dense             2 (H - 1)/H rows d w
     exchange, average       2 (H - 1)/H (rows d + state) bytes every n steps
 
@@ -169,13 +170,18 @@ def cheapest_exchange(
     if groups == 1:
         return Exchange("none", np.zeros_like(rows), np.zeros_like(rows))
     wide = columns * settings.wire_bytes
-    row = wide + id_dtype(int(rows.max())).itemsize
+    of_id = id_dtype(int(rows.max())).itemsize
+    row = wide + of_id
     if settings.sync == "average":
         whole = rows * wide + state_bytes
         return Exchange("average", 2 * (groups - 1) / groups * whole / settings.sync_interval, whole)
     ways = (
         Exchange("all_gather", (groups - 1) * own_rows * row, groups * own_rows * row),
-        Exchange("reduce_scatter", (groups - 1) / groups * (own_rows + all_rows) * row, (own_rows + all_rows) * row),
+        Exchange(
+            "reduce_scatter",
+            (groups - 1) * own_rows * of_id + (groups - 1) / groups * (own_rows + all_rows) * wide,
+            groups * own_rows * of_id + (own_rows + all_rows) * wide,
+        ),
         Exchange("dense", 2 * (groups - 1) / groups * rows * wide, rows * wide),
     )
     return min(ways, key=lambda way: float(way.sent.sum()))

@@ -132,6 +132,7 @@ class HierarchicalModelParallel(DMPCollection):
             use_inter_host_allreduce=True,  # consecutive ranks form a group
         )
         if plan.sync == "exact":
+            assert group is not None
             self._exchange = self._exact_exchange(plan, group, device, ExchangeRules(wire_dtype, exchange))
 
     def _exact_exchange(

@@ -127,7 +127,7 @@ class HierarchicalShardingPlan(ShardingPlan):
                 node_group_size=values["node_group_size"],
                 report=None if report is None else PlanReport.from_json(report),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: a field is missing or of the wrong kind: {error!r}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None

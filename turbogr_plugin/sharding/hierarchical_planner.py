@@ -174,6 +174,7 @@ class HierarchicalShardingPlanner(EmbeddingShardingPlanner):
         if group_size != "auto":
             check_group_size(self._topology, group_size)
         allowed: list[tuple[str, Any, bool, str]] = [
+            ("batch_size", batch_size, batch_size is None or _whole(batch_size, 1), "a whole number >= 1"),
             ("sync", sync, sync in ("exact", "average"), "'exact' or 'average'"),
             ("sync_interval", sync_interval, _whole(sync_interval, 1), "a whole number >= 1"),
             ("wire_dtype", wire_dtype, wire_dtype in _WIRES, ", ".join(map(str, _WIRES))),

@@ -47,8 +47,14 @@ class ReplicaMessages:
         # Sizes are needed on the host: a group that reaches it directly saves the way over the device and back.
         on_host = "cpu:" in str(dist.get_backend_config(group))
         self._place_of_sizes = torch.device("cpu") if on_host else device
+        self._exchanges = 0
         self.bytes_sent = 0
         """Of rows and ids, since the start or since the caller set it to 0."""
+
+    def new_tags(self) -> int:
+        """The first of three tags for the messages of one lookup; replicas make lookups in one order."""
+        self._exchanges += 1
+        return 3 * self._exchanges % (1 << 30)
 
     def gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
         """What each rank brings, as many numbers on each. The host waits for all of them."""
@@ -57,18 +63,19 @@ class ReplicaMessages:
         dist.all_gather(parts, own, group=self._group)
         return torch.stack(parts).tolist()
 
-    def start(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Transfer:
+    def start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int = 0) -> Transfer:
         """Starts an exchange.
 
         Args:
             sends: for each rank what goes there, contiguous; its own is not looked at.
             receives: for each rank where to put what comes from there, with its size; its own is not looked at.
+            tag: tells messages apart that two ranks may start in different orders; gloo looks at it.
         """
         others = [peer for peer in range(self.size) if peer != self.rank]
         arriving = [peer for peer in others if receives[peer].numel()]
         leaving = [peer for peer in others if sends[peer].numel()]
-        operations = [dist.P2POp(dist.irecv, receives[peer], self._ranks[peer], self._group) for peer in arriving]
-        operations += [dist.P2POp(dist.isend, sends[peer], self._ranks[peer], self._group) for peer in leaving]
+        operations = [dist.P2POp(dist.irecv, receives[peer], self._ranks[peer], self._group, tag) for peer in arriving]
+        operations += [dist.P2POp(dist.isend, sends[peer], self._ranks[peer], self._group, tag) for peer in leaving]
         self.bytes_sent += sum(sends[peer].numel() * sends[peer].element_size() for peer in leaving)
         works = dist.batch_isend_irecv(operations) if operations else []
         return Transfer(works, [*sends, *receives])

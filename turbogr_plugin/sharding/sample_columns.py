@@ -138,7 +138,9 @@ def _column(path: str, part: Any) -> tuple[Column, int]:
         return Column(part.values()[index], lengths, None if weights is None else weights[index]), stride
     if isinstance(part, JaggedTensor):
         lengths = part.lengths()
-        column = Column(part.values()[: int(lengths.sum())], lengths.reshape(-1, 1), part.weights_or_none())
+        total, weights = int(lengths.sum()), part.weights_or_none()
+        weights = None if weights is None else weights[:total]
+        column = Column(part.values()[:total], lengths.reshape(-1, 1), weights)
         return column, len(lengths)
     if part.dim() == 0:
         raise ValueError(f"{path} is a scalar: every part of a batch needs one row per sample")

@@ -32,9 +32,9 @@ from turbogr_plugin.kernels.jagged_unique import jagged_unique
 from turbogr_plugin.sharding.dense_tables import DenseTables
 from turbogr_plugin.sharding.exchange_slices import ExchangeSlices, rows_between
 from turbogr_plugin.sharding.exchange_wire import (
+    backward_pass,
     decode,
     encode,
-    has_gradient,
     header_bytes,
     id_dtype,
     message_bytes,
@@ -76,29 +76,33 @@ class LookupExchange:
         """Tells the replicas which rows will come: their numbers, then their ids. Both are waited for."""
         self._touched, self._messages, self._rules = touched, messages, rules
         self._layout = touched.layout
+        self._tag = messages.new_tags()
         self._counts = messages.gather_counts(touched.counts)
         self._dense = self._dense_tables()
         message = self._dense.others(touched.ids, touched.counts).to(id_dtype(self._layout.bounds[-1]))
         others = [message.new_empty(self._dense.other_count(counts)) for counts in self._counts]
         others[messages.rank] = message
-        messages.start([message] * messages.size, others).wait()
+        messages.start([message] * messages.size, others, self._tag).wait()
         self._ids = [
             self._dense.all_ids(part.long(), counts) for part, counts in zip(others, self._counts, strict=True)
         ]
         self._counts = [self._dense.all_counts(counts) for counts in self._counts]
-        self._has_gradient = False
+        self._backward_pass = 0
+        self.passes: list[int] = []
+        """By rank: in which of its backward passes the gradient came, 0 for none; once `finish` has returned."""
         self._slices: ExchangeSlices | None = None
         self._received: list[Tensor] = []
         self._rows_transfer: Transfer | None = None
 
-    def send(self, rows: Sequence[Tensor] | None) -> None:
+    def send(self, rows: Sequence[Tensor] | None, backward_pass: int = 1) -> None:
         """Starts to send rows.
 
         Args:
             rows: as TouchedRows.gradients returns them; None: the lookup got no gradient here.
+            backward_pass: number of the backward pass that gave them, which all ranks learn.
         """
         layout, messages, wire = self._layout, self._messages, self._rules.wire
-        self._has_gradient = rows is not None
+        self._backward_pass = 0 if rows is None else backward_pass
         if rows is None:
             counts = layout.rows_of_width(self._touched.counts)
             rows = [
@@ -108,7 +112,7 @@ class LookupExchange:
         rows = self._dense.spread(rows, self._touched.ids, self._touched.counts)
         self._slices = self._sliced()
         if self._slices is None:
-            message = encode(layout, self._counts[messages.rank], rows, wire, has_gradient=self._has_gradient)
+            message = encode(layout, self._counts[messages.rank], rows, wire, backward_pass=self._backward_pass)
             sends = [message] * messages.size
             sizes = self._counts
         else:
@@ -118,19 +122,20 @@ class LookupExchange:
                     counts,
                     rows_between(layout, self._counts[messages.rank], rows, begin, end),
                     wire,
-                    has_gradient=self._has_gradient,
+                    backward_pass=self._backward_pass,
                 )
                 for counts, begin, end in self._slices.sent
             ]
             sizes = [counts for counts, _, _ in self._slices.arriving]
         self._received = self._room(sizes, sends[messages.rank])
-        self._rows_transfer = messages.start(sends, self._received)
+        self._rows_transfer = messages.start(sends, self._received, self._tag + 1)
 
     def finish(self) -> SummedRows | None:
         """Waits for the rows of all replicas and adds them; None if the lookup got no gradient on any."""
         assert self._rows_transfer is not None, "send comes first"
         self._rows_transfer.wait()
-        anywhere = self._has_gradient or any(has_gradient(message) for message in self._received)
+        self.passes = [backward_pass(message) for message in self._received]
+        anywhere = any(self.passes)
         if self._slices is None:
             sums = self._added(self._ids, self._counts, self._received) if anywhere else None
         else:
@@ -143,9 +148,9 @@ class LookupExchange:
         layout, messages, wire = self._layout, self._messages, self._rules.wire
         parts = [ids[begin:end] for ids, (_, begin, end) in zip(self._ids, slices.arriving, strict=True)]
         mine = self._added(parts, [counts for counts, _, _ in slices.arriving], self._received)
-        own = encode(layout, slices.sums[messages.rank], mine.rows, wire, has_gradient=anywhere)
+        own = encode(layout, slices.sums[messages.rank], mine.rows, wire, backward_pass=int(anywhere))
         received = self._room(slices.sums, own)
-        messages.start([own] * messages.size, received).wait()
+        messages.start([own] * messages.size, received, self._tag + 2).wait()
         if not anywhere:
             return None
         blocks = [decode(layout, counts, message, wire) for counts, message in zip(slices.sums, received, strict=True)]

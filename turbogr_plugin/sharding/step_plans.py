@@ -70,6 +70,10 @@ class StepPlan(ABC):
     def identity(self) -> dict[str, Any]:
         """What two plans must share so that one can go on where the other stopped."""
 
+    def _options(self) -> dict[str, Any]:
+        """What decides besides `identity` which rank gets which sample: all ranks must share it."""
+        return {}
+
     def check_agreement(self, exchange: RankExchange) -> None:
         """Makes sure that all ranks have this plan; a collective, for the start of a run.
 
@@ -78,7 +82,8 @@ class StepPlan(ABC):
         Raises:
             ValueError: on every rank, if the plans of two ranks differ.
         """
-        own = zlib.crc32(repr(sorted({**self.identity(), "ranks": self.ranks}.items())).encode())
+        identity = {**self.identity(), "ranks": self.ranks, **self._options()}
+        own = zlib.crc32(repr(sorted(identity.items())).encode())
         costs = zlib.crc32(self._costs.tobytes())
         of_ranks = exchange.agree(None, own, costs, doing="comparing the plans of the ranks")
         for rank, of_rank in enumerate(of_ranks):
@@ -149,6 +154,14 @@ class ReallocationPlan(StepPlan):
             tolerance=self._tolerance,
         )
         return [samples[of_rank] for of_rank in samples_of_ranks(rank_of, self.ranks)]
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "equal_counts": self._equal_counts,
+            "tolerance": self._tolerance,
+            "memory": None if self._memory is None else zlib.crc32(self._memory.tobytes()),
+            "memory_limit": self._limit,
+        }
 
     def identity(self) -> dict[str, Any]:
         """See the base class."""
@@ -256,6 +269,9 @@ class LookaheadPlan(StepPlan):
             "ranks": self.ranks,
             "window": self._window,
             "spread": self._spread,
+            "tolerance": self._tolerance,
+            "memory": None if self._memory is None else zlib.crc32(self._memory.tobytes()),
+            "memory_limit": self._limit,
         }
 
 

@@ -95,6 +95,8 @@ def budget_batches(
     filled = 0.0
     for sample in samples:
         of_sample = cost(sample)
+        if not of_sample >= 0:
+            raise ValueError(f"cost of a sample must be at least 0, got {of_sample}")
         if of_sample > budget:
             check_budget(np.array([of_sample]), budget, oversized)
         if batch and filled + of_sample > budget:

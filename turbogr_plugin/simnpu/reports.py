@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,14 @@ from turbogr_plugin.simnpu.simulation import native
 
 _MOST_LINES = 16
 _HIDDEN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<")  # the slash: torchrec is to be seen
-_places: list[tuple[str, ...]] = []
-_index: dict[tuple[str, ...], int] = {}
+_places: list[_Place] = []
+_index: dict[_Place, int] = {}
+
+
+@dataclass(frozen=True)
+class _Place:
+    where: tuple[str, ...] = ()
+    thread: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class HostSync:
     where: tuple[str, ...]
     """Python source lines "path:line in function", innermost first, without torch's; empty unless they are traced."""
     count: int
+    thread: str = ""
+    """Name of the Python thread that waited; as `where`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ def cpu_fallbacks() -> dict[str, int]:
 
 def host_syncs() -> list[HostSync]:
     """Where the host waited for a device, by operator and place."""
-    return [HostSync(operator, _where(source), count) for operator, source, count in native().host_syncs()]
+    found = [(operator, _place(source), count) for operator, source, count in native().host_syncs()]
+    return [HostSync(operator, place.where, count, place.thread) for operator, place, count in found]
 
 
 def races() -> list[Race]:
@@ -93,9 +103,16 @@ def races() -> list[Race]:
     return [_race(*values) for values in native().races()]
 
 
-def check_streams(on: bool) -> None:
-    """Turns the search for races on (as it is after loading) or off."""
-    native().set_check_streams(on)
+def check_streams(on: bool, *, by_thread: bool = False) -> None:
+    """Turns the search for races on (as it is after loading) or off.
+
+    Args:
+        on: whether to look.
+        by_thread: what a thread has waited for orders what it launches itself, and not what other threads launch, which
+            may have been slower by luck. For programs whose threads order their work by streams and events; what one
+            waits for in another's place is then a race. Threads of the autograd engine know what any thread does.
+    """
+    native().set_check_streams(on, by_thread)
 
 
 def trace_sources(on: bool) -> None:
@@ -111,14 +128,14 @@ def reset() -> None:
     native().reset()
 
 
-def _where(source: int) -> tuple[str, ...]:
-    return _places[source] if source >= 0 else ()
+def _place(source: int) -> _Place:
+    return _places[source] if source >= 0 else _Place()
 
 
 def _use(values: dict[str, Any]) -> Use:
     host = values["device"] < 0
     stream = "host" if host else f"npu:{values['device']} stream {values['stream']}"
-    return Use(values["operator"], stream, values["bytes"], values["writes"], _where(values["source"]))
+    return Use(values["operator"], stream, values["bytes"], values["writes"], _place(values["source"]).where)
 
 
 def _race(kind: str, earlier: dict[str, Any], later: dict[str, Any], block_bytes: int, count: int) -> Race:
@@ -141,7 +158,7 @@ def _capture() -> int:
         if not code.co_filename.startswith(_HIDDEN):
             lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back
-    key = tuple(lines)
+    key = _Place(tuple(lines), threading.current_thread().name)
     # The GIL is held throughout, so no other thread comes between.
     if key not in _index:
         _index[key] = len(_places)

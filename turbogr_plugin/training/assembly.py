@@ -1,9 +1,12 @@
 """From a configuration to the sharded model: TorchRec's planner and DistributedModelParallel around the retriever.
 
-The item table is looked up and updated by our lookup on every device, through its sharder.
+The item table is looked up and updated by our lookup on every device, through its sharder. Its collectives have a
+process group of their own where the pipeline issues them from a thread of its own.
 """
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -58,13 +61,18 @@ def build_model(
         constraints=sequence_table_constraints([ITEM_TABLE]),
     )
     plan = planner.collective_plan(task, sharders, group)
+    tables = group
+    if config.pipeline.own_group and group.size() > 1:
+        tables = dist.new_group(
+            dist.get_process_group_ranks(group), timeout=timedelta(minutes=config.timeout_minutes), group_desc="tables"
+        )
     model = DistributedModelParallel(
         module=task,
-        env=ShardingEnv.from_process_group(group),
+        env=ShardingEnv.from_process_group(tables),
         device=device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=SumDataParallelWrapper(),
+        data_parallel_wrapper=SumDataParallelWrapper(group),
     )
     init_sharded_tables(model, {ITEM_WEIGHT: ITEM_TABLE}, seed=config.training.seed, std=_ITEM_STD)
     return model

@@ -22,6 +22,7 @@ from turbogr_plugin.training.gradient_scale import LossReduction
 from turbogr_plugin.training.item_corpus import DEFAULT_CHUNK_ITEMS
 from turbogr_plugin.training.metrics import DEFAULT_CUTOFFS
 from turbogr_plugin.training.optimizers import OptimizerConfig
+from turbogr_plugin.training.pipelines import PipelineConfig
 
 Precision = Literal["fp32", "bf16"]
 TablePrecision = Literal["fp32", "fp16", "bf16"]
@@ -132,11 +133,17 @@ class RunConfig:
     "Both optimizers."
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     "Of samples over ranks."
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    "How the stages of steps overlap."
     training: TrainingConfig = field(default_factory=TrainingConfig)
     "The loop."
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     "Full-corpus evaluation."
+    profile: int = 0
+    "Steps of a timeline that is written below the run folder; 0 writes none."
 
     def __post_init__(self) -> None:
+        if self.profile < 0:
+            raise InputError(f"profile must be at least 0, got {self.profile}")
         if not self.timeout_minutes > 0:
             raise InputError(f"timeout_minutes must be positive, got {self.timeout_minutes}")

@@ -37,18 +37,24 @@ class SumDataParallelWrapper(DefaultDataParallelWrapper):
     """TorchRec's wrapper of the dense part, with gradients summed over ranks instead of averaged.
 
     Creating it also switches TorchRec's division of table gradients by the world size off, for the whole process.
+
+    Args:
+        group: of the dense part; None: that of the tables. With a group of their own the tables' collectives can be
+            issued by another thread than those of the dense part.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         set_gradient_division(False)
+        self._group = group
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Wraps the dense part in DDP and registers the sum; see the base class."""
-        super().wrap(dmp, env, device)
+        dense = env if self._group is None else ShardingEnv.from_process_group(self._group)
+        super().wrap(dmp, dense, device)
         wrapped = dmp._dmp_wrapped_module
         if isinstance(wrapped, DistributedDataParallel):
-            wrapped.register_comm_hook(env.process_group, _sum_hook)
+            wrapped.register_comm_hook(dense.process_group, _sum_hook)
 
 
 LossReduction = Literal["target", "sample"]

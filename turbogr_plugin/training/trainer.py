@@ -1,8 +1,13 @@
-"""The trainer: one loop over stock TorchRec parts.
+"""The trainer: one loop over TorchRec's parts and a pipeline, ours or TorchRec's.
 
-The planner, DistributedModelParallel, TrainPipelineSparseDist, the fused row-wise Adagrad and the KeyedOptimizers are
-TorchRec's; what is added around them is the scale of the loss, evaluation over the whole corpus, checkpoints and logs.
-`Trainer.train` is the loop; the model on its store comes as a `session.Session`.
+The planner, DistributedModelParallel, the fused row-wise Adagrad and the KeyedOptimizers are TorchRec's; what is added
+around them is the scale of the loss, evaluation over the whole corpus, checkpoints and logs. `Trainer.train` is the
+loop; the model on its store comes as a `session.Session`.
+
+Each epoch is an iterator of its own, so nothing is in flight at its end: validation, and a checkpoint of it, see every
+update. A checkpoint between has them, too (the state dict of the tables waits for them); but at a staleness above 0 the
+next lookups have been made already, before the last updates, which a run that is resumed from there makes after them.
+So a resumed run is the same to the bit from any checkpoint at staleness 0, and above from those of epochs' ends.
 """
 
 from __future__ import annotations
@@ -18,15 +23,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from turbogr_plugin.backend.collectives import on_first_rank
 from turbogr_plugin.backend.host_versions import installed_versions
 from turbogr_plugin.backend.rank_exchange import RankExchange
-from turbogr_plugin.data.batch import SequenceBatch
 from turbogr_plugin.data.loader import TrainingSteps, training_batches
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.kernels import dispatch
+from turbogr_plugin.pipeline.timeline_recording import TimelineRecording
 from turbogr_plugin.sharding.sequence_cost import SequenceCost
 from turbogr_plugin.training.checkpoints import (
     Checkpoint,
@@ -39,12 +43,16 @@ from turbogr_plugin.training.checkpoints import (
     set_rng_state,
 )
 from turbogr_plugin.training.optimizers import build_optimizer
+from turbogr_plugin.training.pipelines import build_pipeline, choice_of, close, give_back
 from turbogr_plugin.training.progress import Progress
 from turbogr_plugin.training.provenance import check_resumable, provenance
 from turbogr_plugin.training.run_folder import RunFolder
 from turbogr_plugin.training.session import Session
 
 BEST = "best"
+
+#: Steps of this process before the timeline begins: the first ones build what later ones find there.
+_PROFILED_FROM = 5
 
 
 @dataclass
@@ -86,9 +94,6 @@ class Trainer:
         )
         self.total_steps = config.training.epochs * self.steps.steps_per_epoch
         self.optimizer = build_optimizer(session.model, config.optimizer)
-        self.pipeline: TrainPipelineSparseDist[SequenceBatch, Tensor] = TrainPipelineSparseDist(
-            session.model, self.optimizer, session.device, execute_all_batches=True
-        )
         self.position = _Position()
         latest = self._latest_checkpoint()
         if latest is not None and not resume:
@@ -99,6 +104,9 @@ class Trainer:
         initialize_optimizer_state(self.optimizer)
         if latest is not None:
             self._load(latest)
+        self.pipeline = build_pipeline(
+            config.pipeline, session.model, self.optimizer, session.device, steps_done=self.position.step
+        )
         self.folder = on_first_rank(self._open_folder, session.group)
         self.progress = (
             Progress(self.total_steps, done=self.position.step, steps_per_epoch=self.steps.steps_per_epoch)
@@ -107,6 +115,9 @@ class Trainer:
         )
         # Losses and tokens of the steps since the last read, on the device.
         self._pending: list[Tensor] = []
+        self._recording = TimelineRecording(config.profile, session.device) if config.profile else None
+        self._choice_is_told = False
+        self._recorded_from = self.position.step + _PROFILED_FROM
 
     def _latest_checkpoint(self) -> Checkpoint | None:
         """What all ranks find; they must see the same folder, or loading would be a collective of some of them."""
@@ -149,19 +160,50 @@ class Trainer:
         while self.position.step < self.total_steps and not self._stops_early():
             epoch_end = (self.position.step // self.steps.steps_per_epoch + 1) * self.steps.steps_per_epoch
             epoch_batches = itertools.islice(batches, epoch_end - self.position.step)
-            for _ in range(self.position.step, epoch_end):
-                loss = self.pipeline.progress(epoch_batches)
+            for step in range(self.position.step, epoch_end):
+                with self._recorded(step):
+                    loss = self.pipeline.progress(epoch_batches)
                 self.position.step += 1
                 self._after_step(loss, epoch_end, started)
-            self.pipeline.detach()
+            give_back(self.pipeline)
             with self._pause():
                 self._after_epoch(epoch_end // self.steps.steps_per_epoch, started)
         del batches
+        close(self.pipeline)
+        self._write_timeline()
         return self._finish(started)
+
+    def _recorded(self, step: int) -> AbstractContextManager[None]:
+        """The step is part of the timeline, if there is to be one."""
+        if self._recording is None or step < self._recorded_from:
+            return nullcontext()
+        return self._recording.step(step)
+
+    def _write_timeline(self) -> None:
+        """Once, when its steps are over: each rank has recorded its own, those of rank 0 are kept."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        recording.stop()
+        if self.folder is None or self.progress is None:
+            return
+        if self.position.step < self._recorded_from + 2:  # a step counts when there is one before it
+            self.progress.say(f"no timeline: it begins {_PROFILED_FROM + 1} steps after the start")
+            return
+        folder = Path(self.config.output) / "timeline"
+        timeline = recording.timeline()
+        timeline.write(folder)
+        self.progress.say(f"timeline in {folder}:\n{timeline.table()}")
 
     def _after_step(self, loss: Tensor, epoch_end: int, started: float) -> None:
         """Once per step: keeps the loss; reads losses every `log_every` steps, saves every `checkpoint_every`."""
         self._pending.append(loss)
+        if not self._choice_is_told and (choice := choice_of(self.pipeline)) is not None:
+            self._choice_is_told = True
+            if self.progress is not None:
+                self.progress.say("\n".join(choice.lines()))
+        if self._recording is not None and self._recording.done:
+            self._write_timeline()
         step, every = self.position.step, self.config.training.checkpoint_every
         due = bool(every) and step % every == 0 and not self._validates(step)
         if step % self.config.training.log_every == 0 or step == epoch_end or due:

@@ -3,7 +3,10 @@
 // clocks[s][t] is how much of stream t's work stream s runs after; an operator on s is the next tick of clocks[s][s]. A
 // use at tick n of stream t comes before an operator on s if clocks[s][t] >= n. The host has one clock: what any thread
 // of the program has waited for. A launch takes it over, because a stream cannot start what the host has not given it.
+// By thread, a launch takes over what its own thread has waited for: another may have been quicker by luck alone.
 #include "simnpu.h"
+
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -30,6 +33,12 @@ uint64_t host_version = 0;
 std::vector<Race> found;
 std::vector<HostSync> syncs;
 std::atomic<bool> checking{true};
+std::atomic<bool> by_thread{false};
+
+// What this thread has waited for. Threads of autograd work for others and take over what any has waited for: they are
+// those that have launched nothing outside of a backward pass.
+thread_local Clock waited;
+thread_local bool works_for_itself = false;
 
 uint64_t at(const Clock& clock, Lane lane) {
   return static_cast<size_t>(lane) < clock.size() ? clock[lane] : 0;
@@ -52,6 +61,10 @@ Lane lane_locked(const c10::Stream& stream) {
 }
 
 void take_over_host(Lane lane) {
+  if (by_thread && works_for_itself) {
+    merge(clocks[lane], waited);
+    return;
+  }
   if (host_seen[lane] == host_version) return;
   merge(clocks[lane], host);
   host_seen[lane] = host_version;
@@ -103,9 +116,11 @@ void report_locked(Race race) {
 }
 
 void tidy(History& history) {
-  history.erase(std::remove_if(history.begin(), history.end(),
-                               [](const Access& a) { return at(host, a.by.lane) >= a.by.tick; }),
-                history.end());
+  if (!by_thread) {
+    history.erase(std::remove_if(history.begin(), history.end(),
+                                 [](const Access& a) { return at(host, a.by.lane) >= a.by.tick; }),
+                  history.end());
+  }
   if (history.size() > kLongestHistory) {
     history.erase(history.begin(), history.end() - static_cast<long>(kLongestHistory / 2));
   }
@@ -170,6 +185,7 @@ Lane lane_of(const c10::Stream& stream) {
 
 Launch launch(const c10::Stream& stream, const std::string* op) {
   const Source source = current_source();
+  if (torch::autograd::get_current_graph_task_id() < 0) works_for_itself = true;
   std::lock_guard<std::mutex> lock(mutex);
   const Lane lane = lane_locked(stream);
   take_over_host(lane);
@@ -192,6 +208,7 @@ void host_waits(const Clock& clock) {
   {
     std::lock_guard<std::mutex> lock(mutex);
     merge(host, clock);
+    merge(waited, clock);
     ++host_version;
   }
   host_copies_over();
@@ -201,7 +218,9 @@ void host_waits_device(c10::DeviceIndex device) {
   {
     std::lock_guard<std::mutex> lock(mutex);
     for (size_t lane = 0; lane < clocks.size(); ++lane) {
-      if (streams[lane].first == device) merge(host, clocks[lane]);
+      if (streams[lane].first != device) continue;
+      merge(host, clocks[lane]);
+      merge(waited, clocks[lane]);
     }
     ++host_version;
   }
@@ -274,9 +293,10 @@ std::vector<Race> races() {
   return found;
 }
 
-void set_check_streams(bool on) {
+void set_check_streams(bool on, bool of_each_thread) {
   // What was done while nobody looked is unknown, so nothing is remembered across a change.
-  if (checking.exchange(on) != on) {
+  const bool changed = checking.exchange(on) != on;
+  if (by_thread.exchange(of_each_thread) != of_each_thread || changed) {
     forget_histories();
     reset_host_copies();
   }

@@ -114,7 +114,7 @@ void report_race(Race race);
 RaceUse race_use(const Launch& by, size_t bytes, bool write);
 std::vector<Race> races();
 void reset_reports();  // races and host synchronisations
-void set_check_streams(bool on);
+void set_check_streams(bool on, bool of_each_thread);
 bool check_streams();
 // The uses of a block over its lives. Several streams may still be at work when it is handed out again.
 void new_life(Block& block);
