@@ -40,6 +40,8 @@ SEQUENCES: dict[str, tuple[int, int, list[str]]] = {"s0": (64, 8, ["q0"]), "s1":
 TABLES = BAGS | SEQUENCES
 ROWS = {feature: rows for rows, _, features in TABLES.values() for feature in features}
 BATCH = 4
+BAG_KEYS = ["f0", "f1", "f2", "f3"]
+SEQUENCE_KEYS = ["q0", "q1", "q2"]
 
 
 class AnySharding(EmbeddingBagCollectionSharder):
@@ -81,7 +83,7 @@ class Model(nn.Module):
     def parts(self, bags: KeyedJaggedTensor, sequences: KeyedJaggedTensor) -> list[Tensor]:
         pooled, found = self.bags(bags), self.sequences(sequences)
         # by key: the order inside of values() depends on the sharding
-        return [pooled[key] for key in ("f0", "f1", "f2", "f3")] + [found[key].values() for key in ("q0", "q1", "q2")]
+        return [pooled[key] for key in BAG_KEYS] + [found[key].values() for key in SEQUENCE_KEYS]
 
     def forward(self, bags: KeyedJaggedTensor, sequences: KeyedJaggedTensor, dyadic: bool) -> Tensor:
         parts = self.parts(bags, sequences)
@@ -89,7 +91,7 @@ class Model(nn.Module):
             return (
                 sum((factors(part) * part).sum() for part in parts) + 0 * self.over.weight.sum() + self.over.bias.sum()
             )
-        lengths = [sequences[key].lengths() for key in ("q0", "q1", "q2")]
+        lengths = [sequences[key].lengths() for key in SEQUENCE_KEYS]
         rows = [
             torch.stack([piece.tanh().sum(0) for piece in part.split(length.tolist())])
             for part, length in zip(parts[4:], lengths, strict=True)
@@ -274,8 +276,8 @@ def trained(
     optimizer = model.fused_optimizer
     losses = []
     for step in range(steps):
-        bags = batch_of(["f0", "f1", "f2", "f3"], step, device, shared, permuted)
-        sequences = batch_of(["q0", "q1", "q2"], step + 500, device, shared, permuted)
+        bags = batch_of(BAG_KEYS, step, device, shared, permuted)
+        sequences = batch_of(SEQUENCE_KEYS, step + 500, device, shared, permuted)
         dense.zero_grad()
         for given in optimizer.param_groups:
             given["lr"] = (0.125, 0.0625, 0.25)[step // 2 % 3]

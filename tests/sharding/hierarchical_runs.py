@@ -24,6 +24,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tests.npu.ranks import forget_groups
 from tests.pipeline import small_model
 from tests.sharding.hierarchical_models import (
+    BAG_KEYS,
+    SEQUENCE_KEYS,
     AnySharding,
     Model,
     batch_of,
@@ -39,6 +41,7 @@ from tests.sharding.hierarchical_models import (
 from tests.sharding.lookup_runs import device_of
 from tests.sharding.planned import planner
 from turbogr_plugin.sharding import HierarchicalModelParallel, HierarchicalShardingPlan, cpu_topology
+from turbogr_plugin.sharding.sparse_exchange import LookupExchange
 
 
 def exactness(
@@ -99,7 +102,7 @@ def without_gradients() -> dict[str, Any]:
     assert isinstance(model, HierarchicalModelParallel)
     device, found = model.device, {}
     rank = dist.get_rank()
-    keys = ["f0", "f1", "f2", "f3"]
+    keys = BAG_KEYS
     before, _ = gathered(model, 1)
 
     def step(learns: bool, keep: list[Any]) -> None:
@@ -125,6 +128,64 @@ def without_gradients() -> dict[str, Any]:
     return found
 
 
+def dropped_early() -> bool:
+    """Whether replicas end alike where one drops the bags before it looks the sequences up, and the others learn."""
+    model = build(1, sharding="table_wise", optimizer="EXACT_SGD")
+    for step in range(3):
+        bags = model.module.bags(batch_of(BAG_KEYS, step, model.device, True))
+        loss = sum(bags[key].sum() for key in BAG_KEYS) if dist.get_rank() else torch.zeros(())
+        del bags
+        sequences = model.module.sequences(batch_of(SEQUENCE_KEYS, step, model.device, True))
+        loss = loss + sum(sequences[key].values().sum() for key in SEQUENCE_KEYS)
+        loss.backward()
+        del loss, sequences
+    return gathered(model, 1)[1]
+
+
+def read_by_one() -> bool:
+    """Whether replicas end alike where only the first reads parameters between two backward passes."""
+    model = build(1, optimizer="EXACT_SGD", exchange="reduce_scatter")
+    for step in range(4):
+        bags = model.module.bags(batch_of(BAG_KEYS, step, model.device, True))
+        sequences = model.module.sequences(batch_of(SEQUENCE_KEYS, step, model.device, True))
+        bags["f0"].sum().backward()
+        if dist.get_rank() == 0:
+            list(model.named_parameters())
+        sequences["q0"].values().sum().backward()
+        if dist.get_rank() == 0:
+            model.finish()
+    return gathered(model, 1)[1]
+
+
+def failed_exchange() -> list[str]:
+    """What the ways to read tables, and a lookup, say after the exchange has failed in its thread."""
+    model = build(1, optimizer="EXACT_SGD")
+    finish = LookupExchange.finish
+
+    def fail(self: LookupExchange) -> None:
+        finish(self)
+        raise ConnectionError("the peer is gone")
+
+    LookupExchange.finish = fail  # type: ignore[method-assign]
+    try:
+        model.module.bags(batch_of(BAG_KEYS, 0, model.device, True))["f0"].sum().backward()
+        found = []
+        for read in (model.finish, model.state_dict, model.finish, lambda: _no_grad_lookup(model)):  # type: ignore[attr-defined]
+            try:
+                read()
+                found.append("nothing")
+            except Exception as error:
+                found.append(f"{error} / {error.__cause__}")
+    finally:
+        LookupExchange.finish = finish  # type: ignore[method-assign]
+    return found
+
+
+def _no_grad_lookup(model: DistributedModelParallel) -> None:
+    with torch.no_grad():
+        model.module.bags(batch_of(BAG_KEYS, 1, model.device, True))["f0"].sum()
+
+
 def looked_up_twice(*, group: int, backward_passes: int) -> bool:
     """Whether a module that a step looks up twice ends as TorchRec's, whose second lookup is updated first.
 
@@ -132,7 +193,7 @@ def looked_up_twice(*, group: int, backward_passes: int) -> bool:
         group: ranks of a group.
         backward_passes: 1 for both lookups; 2: one for each, after which the first is updated first.
     """
-    keys, tables = ["f0", "f1", "f2", "f3"], []
+    keys, tables = BAG_KEYS, []
     for size in (None, group):
         model = build(size, optimizer="EXACT_ADAGRAD")
         for step in range(3):
@@ -148,7 +209,7 @@ def looked_up_twice(*, group: int, backward_passes: int) -> bool:
 def second_gradient() -> str:
     """What a lookup says that is used for two backward passes."""
     model = build(2, optimizer="EXACT_SGD")
-    found = model.module.bags(batch_of(["f0", "f1", "f2", "f3"], 0, model.device, True))
+    found = model.module.bags(batch_of(BAG_KEYS, 0, model.device, True))
     loss = found["f0"].sum()
     loss.backward(retain_graph=True)
     try:
@@ -163,7 +224,7 @@ def reads(*, group: int) -> dict[str, bool]:
     found = {}
     model = build(group, optimizer="EXACT_ADAGRAD")
     assert isinstance(model, HierarchicalModelParallel)
-    keys = ["f0", "f1", "f2", "f3"]
+    keys = BAG_KEYS
     optimizer = model.fused_optimizer
 
     def look_up() -> None:

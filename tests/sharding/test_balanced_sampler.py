@@ -99,3 +99,17 @@ def test_reallocation_goes_on_with_another_number_of_ranks() -> None:
 def test_a_rank_outside_the_plan_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank must be in \[0, 3\), got 3"):
         BalancedBatchSampler(_plan(), rank=3)
+
+
+def test_the_position_of_a_plan_with_other_options_is_refused() -> None:
+    options: dict[str, Any] = {"memory": COSTS, "memory_limit": 20_000.0}
+    state = BalancedBatchSampler(_plan(**options), rank=0).state_dict()
+    BalancedBatchSampler(_plan(**options), rank=0).load_state_dict(state)
+    for changes, message in (
+        ({"memory_limit": 20_001.0}, r"memory_limit 20000\.0, now 20001\.0"),
+        ({"memory": COSTS + (np.arange(len(COSTS)) == 5)}, r"memory \d+, now \d+"),
+        ({"memory": None, "memory_limit": None}, r"memory \d+, now None; memory_limit 20000\.0, now None"),
+        ({"tolerance": 0.01}, r"tolerance 0\.0015, now 0\.01"),
+    ):
+        with pytest.raises(ValueError, match=f"state is of another plan: {message}$"):
+            BalancedBatchSampler(_plan(**{**options, **changes}), rank=0).load_state_dict(state)

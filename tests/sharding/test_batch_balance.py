@@ -138,3 +138,25 @@ def test_dealing_gives_every_sample_once_whatever_the_costs(seed: int, equal_cou
     if samples and not equal_counts:  # nobody has more than the least loaded bin and one sample
         loads = bin_loads(costs, bin_of, bins)
         assert loads.max() <= loads.min() + 2 * costs.max()
+
+
+@pytest.mark.parametrize("limit", [float("nan"), -1.0, -float("inf")])
+def test_a_memory_limit_that_is_none_is_refused(limit: float) -> None:
+    for lengths in ([1, 2], []):
+        with pytest.raises(ValueError, match=f"memory_limit must be at least 0, got {limit}"):
+            balance_batch(COST.of(lengths), 2, memory=lengths, memory_limit=limit)
+
+
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_swaps_never_leave_a_tight_memory_limit(equal_counts: bool) -> None:
+    ranks, moved = 6, 0
+    for seed in range(150):
+        generator = np.random.default_rng(seed)
+        memory = np.floor(generator.random(30) * 1000).astype(np.float64)
+        costs = np.floor(generator.random(30) ** 3 * 10_000)  # of which memory says nothing
+        dealt = deal(memory, ranks, equal_counts=equal_counts)
+        limit = bin_loads(memory, dealt, ranks).max()
+        rank_of = balance_batch(costs, ranks, memory=memory, memory_limit=limit, equal_counts=equal_counts)
+        assert bin_loads(memory, rank_of, ranks).max() <= limit, seed
+        moved += int((rank_of != dealt).sum())
+    assert moved > 1000  # the limit leaves room for swaps

@@ -66,3 +66,44 @@ def test_bad_records_are_refused() -> None:
             StepTimes().record([1], seconds)
     with pytest.raises(ValueError, match="lengths must be at least 0"):
         StepTimes().record([-1], 1.0)
+
+
+def _alike(lengths: list[int], *, steps: int = 40) -> StepTimes:
+    """Steps of different numbers of sequences, whose lengths are hardly different."""
+    times = StepTimes()
+    for step in range(steps):
+        of_step = [lengths[(step + number) % len(lengths)] for number in range(4 + 5 * step % 13)]
+        times.record(of_step, OVERHEAD + TRUE.of(of_step).sum())
+    return times
+
+
+@pytest.mark.parametrize("lengths", [[500], [500, 501], [4096, 4095, 4096]], ids=str)
+def test_sequences_of_one_length_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(InputError, match="sequences of one length: linear and quadratic cost cannot be told apart"):
+        _alike(lengths).fit()
+
+
+@pytest.mark.parametrize("lengths", [[450, 550], [4096, 3600, 4096]], ids=str)
+def test_sequences_of_somewhat_different_lengths_are_fitted(lengths: list[int]) -> None:
+    fitted = _alike(lengths).fit()
+    assert fitted.cost.linear == pytest.approx(TRUE.linear, rel=1e-4)
+    assert fitted.cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-4)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_usual_lengths_are_fitted(draw: str) -> None:
+    fitted = _recorded(TRUE, noise=0.01, draw=draw).fit()
+    lengths = DRAWS[draw](500, 9)
+    assert fitted.cost.of(lengths).sum() == pytest.approx(TRUE.of(lengths).sum(), rel=0.1)
+
+
+def test_steps_that_far_slower_ones_hide_are_left_out_too() -> None:
+    times = StepTimes()
+    for step in range(200):
+        lengths = DRAWS["capped"](4 + step % 8, step)
+        factor = 300 if step % 50 == 0 else 1.5 if step % 20 == 1 else 1
+        times.record(lengths, factor * (OVERHEAD + TRUE.of(lengths).sum()))
+    fitted = times.fit()
+    assert fitted.left_out == 4 + 10
+    assert fitted.cost.linear == pytest.approx(TRUE.linear, rel=1e-6)
+    assert fitted.cost.quadratic == pytest.approx(TRUE.quadratic, rel=1e-6)

@@ -60,3 +60,21 @@ def test_a_lookup_of_nothing_is_a_header() -> None:
     message = encode(LAYOUT, [0] * 4, rows, torch.float16)
     assert message.numel() == 32
     assert [block.shape[0] for block in decode(LAYOUT, [0] * 4, message, torch.float16)] == [0, 0, 0]
+
+
+def test_fp16_is_never_scaled_beyond_its_largest_number() -> None:
+    for exponent in (-30, 0, 14, 60):
+        largest = (2 - 2.0**-20) * 2.0**exponent  # rounds to 2^(exponent + 1) in eleven bits
+        rows = [torch.full_like(block, largest) for block in blocks((1.0, 1.0, 1.0))]
+        for came in decode(LAYOUT, COUNTS, encode(LAYOUT, COUNTS, rows, torch.float16), torch.float16):
+            assert bool((came == 2.0 ** (exponent + 1)).all())
+
+
+def test_fp16_holds_elements_of_a_table_down_to_2_to_the_minus_38_of_the_largest() -> None:
+    rows = [torch.full_like(block, 2.0**-38) for block in blocks((1.0, 1.0, 1.0))]
+    for block in rows:
+        block[0, 0] = 1.0
+    for sent, came in zip(
+        rows, decode(LAYOUT, COUNTS, encode(LAYOUT, COUNTS, rows, torch.float16), torch.float16), strict=True
+    ):
+        assert torch.equal(sent, came)

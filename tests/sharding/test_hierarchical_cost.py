@@ -191,3 +191,93 @@ def test_peers_inside_a_domain_exchange_over_its_links() -> None:
     assert GroupShape(16, 2, 8).near_peers == pytest.approx(3 / 7)
     assert GroupShape(16, 8, 8).near_peers == 0
     assert GroupShape(8, 2, 8).near_peers == 1
+
+
+def _messages(ids: list[set[int]], rows: int, dim: int) -> dict[str, float]:
+    """Bytes that the busiest of some replicas sends by each way, one message after the other, 4 bytes an element."""
+    replicas, row = len(ids), dim * 4
+    union = sorted(set().union(*ids))
+    sent = {way: [0] * replicas for way in ("all_gather", "reduce_scatter", "dense")}
+
+    def slices(of: list[int]) -> list[set[int]]:
+        cuts = [len(of) * number // replicas for number in range(replicas + 1)]
+        return [set(of[first:last]) for first, last in itertools.pairwise(cuts)]
+
+    of_union, of_table = slices(union), slices(list(range(rows)))
+    for one, other in itertools.permutations(range(replicas), 2):
+        sent["all_gather"][one] += len(ids[one]) * 4 + len(ids[one]) * row
+        sent["reduce_scatter"][one] += len(ids[one]) * 4  # before it is known who adds which rows
+        sent["reduce_scatter"][one] += len(ids[one] & of_union[other]) * row
+        sent["reduce_scatter"][one] += len(of_union[one]) * row  # the sums; their ids are known
+        sent["dense"][one] += (len(of_table[other]) + len(of_table[one])) * row
+    return {way: max(by_rank) for way, by_rank in sent.items()}
+
+
+#: Rows of the table, ids of each of 8 replicas, and for 8 and 32 columns the way with the fewest bytes. With ids to
+#: everybody left out of reduce-scatter it would win in the third case for 8 columns too.
+_EIGHT = (
+    (100_000, 1_000, 0.0, {8: "all_gather", 32: "all_gather"}),
+    (100_000, 1_000, 0.6, {8: "reduce_scatter", 32: "reduce_scatter"}),
+    (3_000, 2_000, 0.0, {8: "dense", 32: "reduce_scatter"}),
+    (2_000, 1_900, 0.0, {8: "dense", 32: "dense"}),
+)
+
+
+@pytest.mark.parametrize("dim", [8, 32])
+@pytest.mark.parametrize(("rows", "own", "shared", "cheapest"), _EIGHT)
+def test_bytes_of_every_exchange_are_those_of_messages_counted_one_by_one(
+    rows: int, own: int, shared: float, cheapest: dict[int, str], dim: int
+) -> None:
+    rng = np.random.default_rng(5)
+    common = rng.permutation(rows)
+    popular, rest = common[: round(own * shared)], common[round(own * shared) :]
+    ids = [{*popular.tolist(), *rng.choice(rest, own - len(popular), replace=False).tolist()} for _ in range(8)]
+    if cheapest[dim] == "all_gather":  # nobody has an id of others
+        ids = [set(common[own * rank : own * (rank + 1)].tolist()) for rank in range(8)]
+    counted = _messages(ids, rows, dim)
+    found = cheapest_exchange(
+        groups=8,
+        own_rows=np.array([float(own)]),
+        all_rows=np.array([float(len(set().union(*ids)))]),
+        rows=np.array([float(rows)]),
+        columns=np.array([float(dim)]),
+        state_bytes=np.zeros(1),
+        settings=EXACT,
+    )
+    assert min(counted, key=counted.__getitem__) == found.algorithm == cheapest[dim], counted
+    assert found.sent.item() == pytest.approx(counted[found.algorithm], rel=0.03)
+
+
+def test_local_memory_is_read_by_lookups_and_the_exchange_and_written_by_the_update_of_all_groups_rows() -> None:
+    rng = np.random.default_rng(9)
+    rows, lookups, group = 2_000, 600, 2
+    counts = rng.zipf(1.3, rows).clip(max=200)
+    table = _table(counts, lookups, row_state_bytes=4.0)
+    own, union, arriving = 0.0, 0.0, 0.0
+    for _ in range(50):
+        ids = [rng.choice(rows, group * lookups, p=counts / counts.sum()) for _ in range(2)]  # of both groups
+        own += len(np.unique(ids[0])) / 50
+        union += len(np.unique(np.concatenate(ids))) / 50
+        arriving += group * lookups / 50
+    assert union > 1.25 * own
+    loads, algorithm = shard_loads(table, ROW_WISE, *_even(rows, group), GroupShape(4, group, 2), EXACT)
+    assert algorithm == "all_gather"
+    row = DIM * 4
+    forward = 2 * arriving * row  # read, and written to be sent
+    backward = arriving * row  # gradients as they come
+    update = 2 * union * (row + 4)  # weights and state, read and written
+    exchange = 2 * own * (row + 4)  # rows and ids of both groups, read to be summed
+    # Less than any of the parts.
+    assert loads[:, Load.LOOKUP].sum() == pytest.approx(forward + backward + update + exchange, rel=0.01)
+    held = loads[:, Load.MEMORY].sum() - rows * (row + 4) - arriving * (3 * 8 + row)
+    assert held == pytest.approx(exchange, rel=0.01)
+
+
+def test_rows_of_averages_are_updated_by_their_own_group_and_read_once_per_average() -> None:
+    rows, lookups = 1_000, 400
+    table = _table(np.ones(rows), lookups)
+    settings = CostSettings(sync="average", sync_interval=10)
+    loads, _ = shard_loads(table, ROW_WISE, *_even(rows, 2), GroupShape(4, 2, 2), settings)
+    own = rows * (1 - (1 - 1 / rows) ** (2 * lookups))
+    wanted = 3 * 2 * lookups * DIM * 4 + 2 * own * DIM * 4 + rows * DIM * 4 / 10
+    assert loads[:, Load.LOOKUP].sum() == pytest.approx(wanted)

@@ -111,6 +111,20 @@ def test_a_lookup_without_gradient_takes_part_and_without_any_updates_nothing(ra
 
 
 @pytest.mark.timeout(120)
+def test_replicas_that_differ_in_what_they_drop_and_read_do_not_wait_for_each_other_for_ever(ranks: RankPool) -> None:
+    calls = [Call(f"{RUN}{name}", world_size=4) for name in ("dropped_early", "read_by_one")]
+    assert [outcome.result() for outcome in ranks.run(calls)] == [[True] * 4] * 2
+
+
+@pytest.mark.timeout(120)
+def test_a_failure_of_the_exchange_is_raised_by_all_that_follows(ranks: RankPool) -> None:
+    (outcome,) = ranks.run([Call(f"{RUN}failed_exchange", world_size=4)])
+    for found in outcome.result():
+        assert len(found) == 4
+        assert all("the peer is gone" in each for each in found), found
+
+
+@pytest.mark.timeout(120)
 def test_every_way_to_read_tables_carries_out_what_is_pending(ranks: RankPool) -> None:
     (outcome,) = ranks.run([Call(f"{RUN}reads", {"group": 2}, world_size=4)])
     for found in outcome.result():

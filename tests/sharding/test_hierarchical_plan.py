@@ -102,3 +102,18 @@ def test_a_wrong_file_is_named_with_the_fault(tmp_path: Path, change: Any, messa
 def test_a_plan_that_contradicts_itself_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         HierarchicalShardingPlan(plan={}, **values)
+
+
+@pytest.mark.parametrize("length", range(5))
+@pytest.mark.parametrize("table", ["row_wise", "grid_shard"])
+def test_a_shard_of_too_few_numbers_is_refused(tmp_path: Path, table: str, length: int) -> None:
+    path = tmp_path / "plan.json"
+    _plan().save(path)
+    values = json.loads(path.read_text())
+    shards = values["modules"]["bags"][table]["shards"]
+    assert {len(shard) for shard in shards} == {5}
+    shards[-1] = shards[-1][:length]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="a field is missing or of the wrong kind") as caught:
+        HierarchicalShardingPlan.load(path)
+    assert str(path) in str(caught.value)

@@ -16,7 +16,7 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.proposers import GreedyProposer, UniformProposer
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.types import CustomTopologyData, PlannerError, Topology
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import (
@@ -38,6 +38,7 @@ from turbogr_plugin.sharding.scale_prediction import kuairand_items
 
 ROW_WISE = {"item": ParameterConstraints(sharding_types=["row_wise"])}
 GB = 1_000_000_000
+GIB = 1 << 30
 
 
 def _items(at_least: int, lookups: int, **arguments: Any) -> HierarchicalShardingPlan:
@@ -315,6 +316,8 @@ def test_tables_of_managed_collision_have_one_group() -> None:
     [
         ({"group_size": 3}, "group_size must divide the 8 ranks"),
         ({"group_size": "all"}, "got 'all'; allowed: 8, 4, 2, 1"),
+        ({"batch_size": 0}, "batch_size must be a whole number >= 1, got 0"),
+        ({"batch_size": -8}, "batch_size must be a whole number >= 1, got -8"),
         ({"sync": "sum"}, "sync must be 'exact' or 'average', got 'sum'"),
         ({"sync_interval": 0}, "sync_interval must be a whole number >= 1, got 0"),
         ({"wire_dtype": torch.int8}, "wire_dtype must be torch.float32, torch.bfloat16, torch.float16"),
@@ -338,3 +341,35 @@ def test_tables_without_rows_and_popularity_of_other_tables_are_refused() -> Non
     other = BatchStatistics(access={"t": kuairand_items(1000)})
     with pytest.raises(ValueError, match=re.escape("access['t'] has 20719 rows, the table has 10")):
         planner(topology, batch_statistics=other).plan(Tables({"t": (10, 8)}), SHARDERS)
+
+
+def test_bytes_between_domains_are_the_mean_over_ranks() -> None:
+    topology = cpu_topology(ranks_per_node=2, nodes=2, memory_bytes=GB, intra=1e9, inter=1e9)
+    constraints = {"t": ParameterConstraints(sharding_types=["table_wise"])}
+    statistics = BatchStatistics(lengths={"f_t": 10.0})
+    made = planner(topology, batch_size=8, group_size=4, constraints=constraints, batch_statistics=statistics)
+    plan = made.plan(Tables({"t": (1_000, 16)}), SHARDERS)
+    assert plan.report is not None
+    (candidate,) = plan.report.candidates
+    # One rank holds the table: two ranks of the other host ask it for 80 rows each, and send back their gradients.
+    of_holder = 2 * 80 * (8 + 2 * 16 * 4)
+    assert candidate.between_domains_bytes == pytest.approx(of_holder / 4)
+    assert sent_over_link(candidate, ranks=2, world=4, dense_bytes=0.0) == pytest.approx(of_holder / 2)
+
+
+@pytest.mark.parametrize("caps", [[8, 8, 4, 4], [4, 4, 8, 8], [4, 8, 8, 4]], ids=str)
+def test_a_group_may_fill_what_its_smaller_peers_have(caps: list[int]) -> None:
+    topology = Topology(
+        world_size=4,
+        compute_device="npu",
+        local_world_size=2,
+        custom_topology_data=CustomTopologyData({"hbm_cap": [cap * GIB for cap in caps]}, 4),
+    )
+    # Both groups are sharded alike, and each rank has a peer of 4 GiB.
+    wanted = {"t": ParameterConstraints(sharding_types=["row_wise"])}
+    fits = planner(topology, group_size=2, constraints=wanted).plan(Tables({"t": (1_000, 64)}), SHARDERS)
+    assert fits.report is not None
+    assert fits.report.candidates[0].memory_allowed == 4 * GIB
+    module = Tables({"t": (10 * GIB // 256, 64)})  # halves of 5 GiB
+    with pytest.raises(PlannerError, match=r"which has 4\.29 GB for them"):
+        planner(topology, group_size=2, constraints=wanted).plan(module, SHARDERS)

@@ -90,3 +90,15 @@ def test_what_is_not_made_of_samples_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="batch has a stride per key"):
         columns_of(variable)
+
+
+def test_weights_behind_the_last_row_of_a_jagged_tensor_are_not_sent() -> None:
+    padded = JaggedTensor(torch.arange(10), lengths=torch.tensor([2, 0, 3]), weights=torch.arange(10) / 10)
+    (column,), samples = columns_of(padded)
+    assert samples == 3 and column.weights is not None
+    assert torch.equal(column.weights, torch.arange(5) / 10)
+    twice = join([column, column])
+    assert twice.weights is not None and len(twice.weights) == len(twice.values) == 10
+    back = batch_of(padded, [twice.take(torch.tensor([5, 0]))])
+    assert back.values().tolist() == [2, 3, 4, 0, 1]
+    assert torch.equal(back.weights(), back.values() / 10)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.sharding.length_draws import DRAWS
+from turbogr_plugin.backend.rank_exchange import RankExchange
 from turbogr_plugin.sharding.batch_balance import idle_share
 from turbogr_plugin.sharding.sequence_cost import SequenceCost
 from turbogr_plugin.sharding.step_plans import LookaheadPlan, ReallocationPlan, StepPlan, TokenBudgetPlan
@@ -187,3 +190,102 @@ def test_bad_arguments_are_refused() -> None:
         ReallocationPlan(np.ones(9), **good).samples_of_step(0, 3)
     with pytest.raises(ValueError, match="epoch must be at least 0, got -1"):
         LookaheadPlan(np.ones(9), **good).samples_of_step(-1, 0)
+
+
+class _Ranks(RankExchange):
+    """Ranks that come one after the other: each finds what those before it have brought."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._brought: list[list[int]] = []
+
+    def agree(self, error: Exception | None, *values: int, doing: str) -> list[list[int]]:
+        assert error is None and doing
+        self._brought.append(list(values))
+        return self._brought
+
+
+def _agree(*plans: StepPlan) -> None:
+    ranks = _Ranks()
+    for plan in plans:
+        plan.check_agreement(ranks)
+
+
+_REALLOCATION: dict[str, Any] = {"ranks": 4, "global_batch_size": 24, "memory": LENGTHS, "memory_limit": 40_000}
+_LOOKAHEAD: dict[str, Any] = {**_REALLOCATION, "global_batch_size": 8, "window": 8}
+_OTHER_MEMORY = {"memory": LENGTHS + (np.arange(len(LENGTHS)) == 5)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "changes"),
+    [
+        *(
+            (ReallocationPlan, _REALLOCATION, changes)
+            for changes in (
+                {"equal_counts": True},
+                {"tolerance": 0.01},
+                _OTHER_MEMORY,
+                {"memory_limit": 40_001},
+                {"memory": None, "memory_limit": None},
+                {"seed": 1},
+                {"ranks": 3},
+                {"global_batch_size": 20},
+            )
+        ),
+        *(
+            (LookaheadPlan, _LOOKAHEAD, changes)
+            for changes in (
+                {"tolerance": 0.01},
+                _OTHER_MEMORY,
+                {"memory_limit": 40_001},
+                {"window": 7},
+                {"spread": 1.5},
+                {"ranks": 2},
+            )
+        ),
+        *((TokenBudgetPlan, {"ranks": 4, "batch_size": 16}, changes) for changes in ({"batch_size": 15}, {"ranks": 3})),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else " ".join(value),
+)
+def test_ranks_with_different_options_do_not_agree(
+    kind: type[StepPlan], options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    make: Callable[..., StepPlan] = kind
+    costs = COST.of(LENGTHS) if kind is not TokenBudgetPlan else LENGTHS
+    _agree(*(make(costs, **options) for _ in range(3)))
+    with pytest.raises(ValueError, match="ranks 0 and 2 have planned with different plan, seed, sizes or options"):
+        _agree(make(costs, **options), make(costs, **options), make(costs, **{**options, **changes}))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_ranks_with_one_other_cost_do_not_agree(name: str) -> None:
+    other = LENGTHS.copy()
+    other[7] += 1
+    _agree(PLANS[name](), PLANS[name]())
+    with pytest.raises(ValueError, match="ranks 0 and 1 have planned with different"):
+        _agree(PLANS[name](), PLANS[name](lengths=other))
+    with pytest.raises(ValueError, match="ranks 0 and 1 have planned with different costs"):
+        _agree(PLANS["reallocation"](), PLANS["reallocation"](lengths=other))
+
+
+def test_lookahead_keeps_every_rank_and_step_within_the_memory_limit() -> None:
+    # Of which the costs say nothing.
+    memory, limit = np.random.default_rng(0).integers(1, 1000, len(LENGTHS)), 1300
+
+    def largest(**options: Any) -> int:
+        plan = LookaheadPlan(COST.of(LENGTHS), ranks=4, global_batch_size=8, window=16, **options)
+        return max(memory[of_rank].sum() for step in _epoch(plan, 0) for of_rank in step)
+
+    assert largest(memory=memory, memory_limit=limit) <= limit < largest()
+
+
+def test_epochs_of_one_window_do_not_repeat_the_order_of_their_steps() -> None:
+    # Different costs are dealt alike in whatever order they come, and the samples of all epochs are the same: what
+    # epochs differ in is drawn.
+    plan = LookaheadPlan(np.arange(100, 196), ranks=4, global_batch_size=8, window=12)
+    epochs = [[[sorted(of_rank) for of_rank in step] for step in _epoch(plan, epoch)] for epoch in range(4)]
+    bins = [sorted(of_rank for step in epoch for of_rank in step) for epoch in epochs]
+    assert bins[0] == bins[1] == bins[2] == bins[3]
+    assert all(one != other for one, other in itertools.combinations(epochs, 2))
+    steps = [[sorted(step) for step in epoch] for epoch in epochs]
+    assert all(one != other for one, other in itertools.combinations(steps, 2))

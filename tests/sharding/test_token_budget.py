@@ -64,3 +64,11 @@ def test_a_bad_budget_is_refused() -> None:
         list(budget_batches([1], float, 0))
     with pytest.raises(ValueError, match='oversized must be "alone" or "error", got \'cut\''):
         check_budget(np.ones(1), 1, "cut")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan")])
+def test_a_bad_cost_of_a_sample_is_refused_when_it_comes(cost: float) -> None:
+    batches = budget_batches([6.0, 6.0, cost, 1.0], float, 10)
+    assert next(batches) == [6.0]
+    with pytest.raises(ValueError, match=f"cost of a sample must be at least 0, got {cost}"):
+        next(batches)

@@ -35,8 +35,8 @@ class DenseTables:
             wire: dtype of the rows.
         """
         ranks = len(counts)
-        # By all-gather, or by slices, where the union of the ids is at least the largest part.
-        shares = min(ranks - 1, 2 * (ranks - 1) / ranks)
+        # By slices, where the union of the ids is at least the largest part; by all-gather it is no less.
+        shares = 2 * (ranks - 1) / ranks
         id_bytes = id_dtype(layout.bounds[-1]).itemsize
         found = set()
         for place, table in enumerate(layout.order):
