@@ -142,7 +142,8 @@ def test_ranks_that_plan_differently_are_told_so(outcomes: dict[str, Any]) -> No
         assert said == {
             "same": "",
             "costs": "ranks 0 and 2 have planned with different costs: all must plan with the same",
-            "seed": "ranks 0 and 2 have planned with different plan, seed, sizes or options: all must plan with the same",
+            "seed": "ranks 0 and 2 have planned with different plan, seed, sizes or options: all must plan with the "
+            "same",
         }
 
 

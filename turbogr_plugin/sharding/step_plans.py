@@ -88,7 +88,7 @@ class StepPlan(ABC):
         of_ranks = exchange.agree(None, own, costs, doing="comparing the plans of the ranks")
         for rank, of_rank in enumerate(of_ranks):
             if of_rank != of_ranks[0]:
-                what = "costs" if of_rank[0] == of_ranks[0][0] else "plan, seed or sizes"
+                what = "costs" if of_rank[0] == of_ranks[0][0] else "plan, seed, sizes or options"
                 raise ValueError(f"ranks 0 and {rank} have planned with different {what}: all must plan with the same")
 
     def order_of_epoch(self, epoch: int) -> Integers:
