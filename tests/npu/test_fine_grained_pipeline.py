@@ -135,8 +135,7 @@ def test_stale_losses_are_those_of_the_simulated_delayed_update(name: str, outco
     for rank in outcomes[name].result():
         assert rank["races"] == []
         assert max(rank["losses"]) <= TOLERANCE, rank
-        # Row-wise Adagrad takes ratios: where a row's first gradient is small its step has a larger error.
-        assert rank["values"] <= 10 * TOLERANCE
+        assert rank["values"] <= TOLERANCE, rank["values"]
 
 
 @pytest.mark.parametrize("name", ORDERED)

@@ -46,7 +46,10 @@ from turbogr_plugin.training.task import RetrievalTask
 
 CPU = torch.device("cpu")
 ITEMS = 23
-LEARNING_RATE, EPS = 0.1, 1e-6
+LEARNING_RATE = 0.1
+#: Large, for Adagrad divides a row's gradient by its size, and with a small one the rounding of a small gradient would
+#: reach the weight: float32 is compared with float64.
+EPS = 1e-2
 NEGATIVES = NegativesConfig(count=4, sharing="sequence")
 
 
