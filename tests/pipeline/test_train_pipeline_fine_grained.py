@@ -32,6 +32,7 @@ from turbogr_plugin.backend.collectives import process_group
 from turbogr_plugin.pipeline import Schedule, Stage, TrainPipelineFineGrained
 from turbogr_plugin.pipeline.adaptations import ADAPTATIONS
 from turbogr_plugin.pipeline.fine_grained_context import FineGrainedContext, KeptGradient
+from turbogr_plugin.sharding.jagged_lookup import table_modules
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -287,6 +288,94 @@ def test_an_evaluation_in_between_changes_nothing(staleness: int) -> None:
         run.model.train()
     assert losses == expected
     assert _same(run.values(), undisturbed.values())
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_batch_that_was_put_aside_misses_no_update_of_the_training_meanwhile(staleness: int, evaluates: bool) -> None:
+    run, source, other = Run(staleness=staleness), _source(12), _source(20, 5)
+    aside, meanwhile = iter(source), iter(other)
+    run.model.train(not evaluates)
+    with torch.set_grad_enabled(not evaluates):
+        run.losses(aside, 2)
+    run.model.train()
+    run.losses(meanwhile, 10)
+    run.model.train(not evaluates)
+    with torch.set_grad_enabled(not evaluates):
+        found = run.losses(aside, 1)[0]
+    # The same training up to there, and the batch by hand.
+    again, aside, meanwhile = Run(staleness=staleness), iter(source), iter(other)
+    again.model.train(not evaluates)
+    with torch.set_grad_enabled(not evaluates):
+        again.losses(aside, 2)
+    again.model.train()
+    again.losses(meanwhile, 10)
+    model = again.pipeline.detach().eval()
+    with torch.no_grad():
+        assert found == pytest.approx(float(model(source[2])[1]), abs=1e-6)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_weights_that_are_loaded_between_two_steps_are_those_of_the_next(staleness: int) -> None:
+    run, source = Run(staleness=staleness), _source(12)
+    first = {name: value.clone() for name, value in run.model.state_dict().items()}
+    batches_of_run = iter(source)
+    run.losses(batches_of_run, 3)
+    run.model.load_state_dict(first)
+    found = run.losses(batches_of_run, 1)[0]
+    fresh = Run().model.eval()
+    with torch.no_grad():
+        assert found == pytest.approx(float(fresh(source[3])[1]), abs=1e-6)
+    assert len(run.losses(batches_of_run)) == 8
+
+
+def test_what_a_subclass_does_in_backward_and_optimizer_is_done() -> None:
+    seen: list[str] = []
+
+    class Own(TrainPipelineFineGrained):  # type: ignore[type-arg]
+        def _backward(self, losses: Tensor) -> None:
+            seen.append("backward")
+            super()._backward(losses)
+
+        def _optimizer_step(self) -> None:
+            seen.append("optimizer")
+            super()._optimizer_step()
+
+    run = Run(Own)
+    assert len(run.losses(iter(_source()), 2)) == 2
+    assert seen == ["backward", "optimizer"] * 2
+
+
+def test_an_evaluation_needs_no_optimizer() -> None:
+    model = build("small", own_group=False).eval()
+    pipeline: Any = TrainPipelineFineGrained(model, None, CPU)  # type: ignore[arg-type]
+    source = _source(3)
+    with torch.no_grad():
+        batches_of_evaluation = iter(source)
+        found = [float(pipeline.progress(batches_of_evaluation)) for _ in source]
+        pipeline.detach()
+        assert found == [float(model(batch)[1]) for batch in source]
+
+
+def test_a_pipeline_that_was_freed_leaves_the_tables_their_learning_rates() -> None:
+    run = Run(staleness=1)
+    run.losses(iter(_source()), 2)
+    tables = [each for module in run.pipeline._pipelined_modules for each in table_modules(module)]
+    gone = weakref.ref(run.pipeline)
+    run.pipeline.close()
+    del run.pipeline
+    gc.collect()
+    assert gone() is None
+    for each in tables:
+        each.set_learning_rate(0.0625)
+        assert float(each.learning_rate_tensor) == 0.0625
+
+
+def test_an_iterator_of_a_list_that_nobody_holds_is_forgotten() -> None:
+    run = Run(staleness=1)
+    for _ in range(4):
+        run.losses(iter(_source(8)), 3)
+    assert len(run.pipeline._in_flight._parked) <= 1
 
 
 def test_one_iterator_can_serve_evaluation_and_then_training() -> None:

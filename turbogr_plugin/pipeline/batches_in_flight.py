@@ -9,6 +9,7 @@ Batches are numbered, those of training and those of evaluation apart: the numbe
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -56,6 +57,10 @@ class BatchSource:
         """Whether nothing can come of it any more; to be asked while the lanes rest."""
         return self.of() is None or (self.ended and (not self.contexts or self.contexts[0].exhausted))
 
+    def is_unreachable(self) -> bool:
+        """Whether nobody else holds an iterator of a type that allows no weak reference: it cannot come back."""
+        return self._reference is None and sys.getrefcount(self.iterator) == 2
+
 
 class BatchesInFlight:
     """Those of one pipeline.
@@ -87,7 +92,7 @@ class BatchesInFlight:
             else:
                 current.park()
                 self._parked.append(current)
-        self._parked = [source for source in self._parked if not source.is_over()]
+        self._parked = [source for source in self._parked if not (source.is_over() or source.is_unreachable())]
         self._current = next((source for source in self._parked if source.take_up(iterator)), None)
         if self._current is None:
             self._current = BatchSource(iterator)
@@ -115,10 +120,11 @@ class BatchesInFlight:
 
     def drop(self, source: BatchSource) -> None:
         """Forgets a source; the batches that follow get the numbers of those that it has in flight."""
-        if source.contexts:
-            first = source.contexts[0]
-            self._numbers[first.training] = first.number
-            source.contexts.clear()
+        for context in reversed(source.contexts):
+            if self._numbers[context.training] != context.number + 1:
+                break  # another iterator has later ones
+            self._numbers[context.training] = context.number
+        source.contexts.clear()
         source.forget()
         if self._current is source:
             self._current = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ class KeptGradient:
         return torch.zeros(self._shape, **self._options)  # type: ignore[call-overload]
 
 
+class LookedUp(NamedTuple):
+    """What tells whether a lookup misses more updates than it may."""
+
+    loads: int
+    """How often weights had been loaded into the model."""
+    updates: int
+    """How many batches had been through the dense part in training."""
+    ahead: int
+    """How many batches of its iterator were before it."""
+
+
 @dataclass
 class FineGrainedContext(EmbeddingTrainPipelineContext):
     """A batch in flight; its own fields are set by one stage each and read by stages that wait for it."""
@@ -50,10 +61,12 @@ class FineGrainedContext(EmbeddingTrainPipelineContext):
     """Looked-up embeddings: TorchRec's awaitables, which have been waited for, by name of the module."""
     exact: frozenset[str] = frozenset()
     """Modules that the stage lookup leaves to lookup_exact."""
-    rates: tuple[float, ...] = ()
-    """Learning rates of the tables, for the update that comes of the lookup; see the module `table_rates`."""
+    rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """By stage of a lookup: learning rates of the tables for the update that comes of it; see `table_rates`."""
     counted: bool = False
     """Whether its ids are counted for the choice of tables."""
+    looked_up: LookedUp | None = None
+    """When its lookup was handed out; None before."""
     has_graph: bool = False
     """Whether the lookup can be differentiated."""
     gradients: list[KeptGradient] = field(default_factory=list)

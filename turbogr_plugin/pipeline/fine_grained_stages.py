@@ -30,6 +30,7 @@ from turbogr_plugin.pipeline.batches_in_flight import BatchSource
 from turbogr_plugin.pipeline.fine_grained_context import ContextOfThread, FineGrainedContext, KeptGradient
 from turbogr_plugin.pipeline.rank_failure import RankFailure, reason_of
 from turbogr_plugin.pipeline.ready_forward import ReadyForward, differentiable, record_output, wait_for_output
+from turbogr_plugin.pipeline.schedule import LOOKUP, LOOKUP_EXACT
 from turbogr_plugin.pipeline.step_agreement import BatchStatus, StepAgreement
 from turbogr_plugin.pipeline.table_rates import TableRates
 from turbogr_plugin.pipeline.table_staleness import StalenessByTable
@@ -155,14 +156,14 @@ class FineGrainedStages(TrainPipelineSparseDist[In, Out]):
         requests.clear()
 
     def _lookup(self, context: FineGrainedContext) -> None:
-        self._look_up(context, [name for name in context.dist_inputs if name not in context.exact])
+        self._look_up(context, LOOKUP, [name for name in context.dist_inputs if name not in context.exact])
 
     def _lookup_exact(self, context: FineGrainedContext) -> None:
-        self._look_up(context, [name for name in context.dist_inputs if name in context.exact])
+        self._look_up(context, LOOKUP_EXACT, [name for name in context.dist_inputs if name in context.exact])
 
-    def _look_up(self, context: FineGrainedContext, names: Iterable[str]) -> None:
+    def _look_up(self, context: FineGrainedContext, stage: str, names: Iterable[str]) -> None:
         assert self._rates is not None
-        self._rates.write(context.rates)
+        self._rates.write(context.rates[stage])
         found = {}
         for name in names:
             module, features = self._module_of[name], context.dist_inputs[name]
@@ -181,7 +182,7 @@ class FineGrainedStages(TrainPipelineSparseDist[In, Out]):
     def _dense_backward(self, context: FineGrainedContext) -> None:
         losses, context.losses = context.losses, None
         assert losses is not None
-        torch.sum(losses, dim=0).backward()
+        self._backward(losses)
 
     def _embedding_backward(self, context: FineGrainedContext) -> None:
         if isinstance(self._model, HierarchicalModelParallel):
@@ -210,6 +211,14 @@ class FineGrainedStages(TrainPipelineSparseDist[In, Out]):
         self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, context)
 
     def _dense_optimizer(self, context: FineGrainedContext) -> None:
+        self._optimizer_step()
+
+    # TorchRec's, which subclasses override
+
+    def _backward(self, losses: Tensor) -> None:
+        torch.sum(losses, dim=0).backward()
+
+    def _optimizer_step(self) -> None:
         self._optimizer.step()
 
     # how the model is made ready for them

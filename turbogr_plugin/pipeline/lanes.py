@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -203,13 +204,18 @@ def _work_off(jobs: queue.SimpleQueue[_Job | None], device: torch.device, stream
     """The thread; it knows the queue and not the lane, so that the lane and the pipeline can be freed."""
     if device.type != "cpu":
         device_module(device).set_device(device)
-    failed: BaseException | None = None
+    # Weakly: an exception holds its frames, and with them the pipeline.
+    failed: weakref.ref[StageRun] | None = None
     with on_stream(stream):
         while (job := jobs.get()) is not None:
             if failed is not None:
-                job.run.fail(failed)
+                run = failed()
+                error = None if run is None else run.error()
+                job.run.fail(error or RuntimeError("an earlier stage of this lane has failed"))
+                del run, error
             else:
                 with job.state.entered():
                     job.run.run_for_others(job.work, job.needs, stream)
-                failed = job.run.error()
+                if job.run.error() is not None:
+                    failed = weakref.ref(job.run)
             del job  # it holds a batch, and the pipeline

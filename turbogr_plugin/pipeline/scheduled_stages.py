@@ -22,7 +22,7 @@ from torchrec.distributed.train_pipeline.types import PipelineState
 
 from turbogr_plugin.backend.streams import Stream, new_stream
 from turbogr_plugin.pipeline.batches_in_flight import BatchesInFlight, BatchSource
-from turbogr_plugin.pipeline.fine_grained_context import FineGrainedContext
+from turbogr_plugin.pipeline.fine_grained_context import FineGrainedContext, LookedUp
 from turbogr_plugin.pipeline.fine_grained_stages import FineGrainedStages, or_none
 from turbogr_plugin.pipeline.lanes import CallersLane, Lane, StageRun, ThreadLane
 from turbogr_plugin.pipeline.schedule import (
@@ -73,10 +73,12 @@ class ScheduledStages(FineGrainedStages[In, Out]):
         self._before: StageRun | None = None
         """What the caller's stream had been given when this call of progress began."""
         self._state_dict_hooks: list[Any] = []
+        self._load_hooks: list[Any] = []
         self._prepared = self._inline = False
         self._exact: frozenset[str] = frozenset()
         self._never_stale: frozenset[str] = frozenset()
         self._told_of_exact = False
+        self._updates = self._loads = 0
         self._streams: dict[str, Stream] = {name: new_stream(self._device, priority=-1) for name in ("load", "sparse")}
         self._memcpy_stream = or_none(self._streams["load"])
         self._data_dist_stream = or_none(self._streams["sparse"])
@@ -108,6 +110,7 @@ class ScheduledStages(FineGrainedStages[In, Out]):
                 self._optimizer.zero_grad()  # in front of the lookups: it tells the tables their learning rates
         else:
             self._finish()
+            self._look_up_again(source)
         self._begin()
         try:
             if not self._execute_all_batches:
@@ -124,6 +127,7 @@ class ScheduledStages(FineGrainedStages[In, Out]):
         if self._model.training:
             self._previous = context.runs
             self._unfinished.append(context)
+            self._updates += 1
             if self._staleness.of(context.number + 1) == 0:
                 self._finish()
         while self._unfinished and all(run.done() for run in self._unfinished[0].runs.values()):
@@ -168,10 +172,12 @@ class ScheduledStages(FineGrainedStages[In, Out]):
         if stage.name in (LOOKUP, LOOKUP_EXACT) and not {LOOKUP, LOOKUP_EXACT} & context.runs.keys():
             context.has_graph = self._model.training and torch.is_grad_enabled()
             context.exact = self._exact | self._never_stale
+            ahead = next(at for at, each in enumerate(context.source.contexts) if each is context)
+            context.looked_up = LookedUp(self._loads, self._updates, ahead)
         if stage.name == FEATURE_DIST:
             context.counted = self._by_table is not None and context.training and self._by_table.counts(context.number)
         if stage.name in (LOOKUP, LOOKUP_EXACT) and self._rates is not None:
-            context.rates = self._rates.now()
+            context.rates[stage.name] = self._rates.now()
         context.runs[stage.name] = self._lane(stage.lane).submit(partial(self._run, stage, context), needs)
 
     def _run(self, stage: Stage, context: FineGrainedContext) -> None:
@@ -223,14 +229,26 @@ class ScheduledStages(FineGrainedStages[In, Out]):
             self._agreement = agreement_of(self._model, modules, self._inline)
         if any(shares_parameters(self._optimizer, module) for module in modules):
             self._schedule = self._schedule.with_wait(DENSE_OPTIMIZER, EMBEDDING_BACKWARD)
-        self._never_stale = frozenset(
-            name for name, module in self._module_of.items() if cannot_be_stale(self._optimizer, module)
-        )
+        self._never_stale = self._modules_never_stale()
         if self._never_stale:
             self._schedule = self._schedule.with_exact_lookup()
         self._tell_of_exact_modules()
         own = weakref.ref(self)
         self._state_dict_hooks = [module.register_state_dict_pre_hook(lambda *_: _finish(own)) for module in modules]
+        for hook in self._load_hooks:
+            hook.remove()
+        self._load_hooks = [
+            module.register_load_state_dict_pre_hook(lambda *_: _finish(own, loads=True)) for module in modules
+        ]
+
+    def _modules_never_stale(self) -> frozenset[str]:
+        """The same on all ranks, which hold different tables: the order of lookups follows from it."""
+        names = sorted(self._module_of)
+        found = [cannot_be_stale(self._optimizer, self._module_of[name]) for name in names]
+        flags = torch.tensor(found, dtype=torch.int64)
+        if self._agreement is not None:
+            self._agreement.sum_(flags)
+        return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
 
     def _tell_of_exact_modules(self) -> None:
         if self._never_stale - self._exact and self._staleness.largest and not self._told_of_exact:
@@ -254,10 +272,17 @@ class ScheduledStages(FineGrainedStages[In, Out]):
             self._rates = None
 
     def _look_up_again(self, source: BatchSource) -> None:
-        """Batches that were looked up for evaluation have no graph."""
-        for context in source.contexts:
-            if LOOKUP in context.runs and not context.has_graph and torch.is_grad_enabled():
+        """Batches whose lookup has no graph, or misses too much: training by another iterator, or loaded weights."""
+        training = self._model.training
+        for at, context in enumerate(source.contexts):
+            before = context.looked_up
+            if LOOKUP not in context.runs or before is None:
+                continue
+            late = self._updates + at > before.updates + before.ahead if training else self._updates > before.updates
+            needs_graph = training and not context.has_graph and torch.is_grad_enabled()
+            if late or needs_graph or before.loads != self._loads:
                 context.runs.pop(LOOKUP).wait()
+                context.runs.pop(LOOKUP_EXACT, None)
                 context.outputs.clear()
 
     def _stop_early(self, source: BatchSource) -> None:
@@ -298,9 +323,10 @@ class ScheduledStages(FineGrainedStages[In, Out]):
                 run.wait(stream)
 
 
-def _finish(pipeline: weakref.ref[ScheduledStages[Any, Any]]) -> None:
+def _finish(pipeline: weakref.ref[ScheduledStages[Any, Any]], *, loads: bool = False) -> None:
     own = pipeline()
     if own is not None:
+        own._loads += loads
         own.finish()
 
 

@@ -80,7 +80,7 @@ def warn_inline(reason: str) -> None:
 def shares_parameters(optimizer: Any, module: nn.Module) -> bool:
     """Whether an optimizer of the dense part updates parameters of a sharded module (data-parallel tables)."""
     own = {id(value) for value in module.parameters() if not getattr(value, "_in_backward_optimizers", None)}
-    return any(id(value) in own for group in optimizer.param_groups for value in group["params"])
+    return any(id(value) in own for group in getattr(optimizer, "param_groups", ()) for value in group["params"])
 
 
 def cannot_be_stale(optimizer: Any, module: nn.Module) -> bool:

@@ -9,8 +9,8 @@ give it; at staleness s that of s steps before, since the lookup comes before th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -32,7 +32,7 @@ class TableRates:
         self._noted: list[float] = [float(tables.learning_rate_tensor) for tables in self._tables]
         self._written = list(self._noted)
         for place, tables in enumerate(self._tables):
-            tables.set_learning_rate = partial(self._note, place)
+            tables.set_learning_rate = _noted_by(weakref.ref(self), place, tables)
 
     def _note(self, place: int, rate: float) -> None:
         self._noted[place] = rate
@@ -54,3 +54,17 @@ class TableRates:
         for tables in self._tables:
             tables.__dict__.pop("set_learning_rate", None)
         self._tables, self._noted, self._written = [], [], []
+
+
+def _noted_by(rates: weakref.ref[TableRates], place: int, tables: Any) -> Callable[[float], None]:
+    """set_learning_rate of a table module, which is its own again once the pipeline has been freed."""
+
+    def set_learning_rate(rate: float) -> None:
+        own = rates()
+        if own is not None:
+            own._note(place, rate)
+            return
+        tables.__dict__.pop("set_learning_rate", None)
+        type(tables).set_learning_rate(tables, rate)
+
+    return set_learning_rate

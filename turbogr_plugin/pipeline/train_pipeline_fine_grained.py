@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.train_pipeline.backward_injection import BackwardHookWork, InjectionSite
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 
 from turbogr_plugin.pipeline.fine_grained_context import FineGrainedContext
@@ -26,6 +27,8 @@ from turbogr_plugin.pipeline.lanes import indexed
 from turbogr_plugin.pipeline.rank_failure import Failures
 from turbogr_plugin.pipeline.schedule import (
     DENSE_FORWARD,
+    DENSE_OPTIMIZER,
+    EMBEDDING_BACKWARD,
     LOAD,
     Schedule,
 )
@@ -237,6 +240,11 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
         """alpha of each table and which are stale; None before it is known, and without `staleness_limit`."""
         return None if self._by_table is None else self._by_table.choice
 
+    def register_backward_hook(self, site: InjectionSite, work: BackwardHookWork) -> None:
+        """As TrainPipelineSparseDist's; hooks on tables run in the sparse lane, for which the dense optimizer waits."""
+        self._schedule = self._schedule.with_wait(DENSE_OPTIMIZER, EMBEDDING_BACKWARD)
+        super().register_backward_hook(site, work)
+
     @property
     def schedule(self) -> Schedule:
         """The table that the pipeline works off."""
@@ -266,6 +274,11 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
             sparse_dist: without meaning here.
         """
         if model is not None:
+            if model is not self._model:
+                for context in self._in_flight.contexts():  # their ids and rows are of the other model's tables
+                    context.runs = {name: run for name, run in context.runs.items() if name == LOAD}
+                    for held in (context.dist_inputs, context.outputs, context.module_contexts):
+                        held.clear()
             self._model = model
             if not self._has_own_forward:
                 self._model_fwd = cast(Any, model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipeline, TrainPipelineSemiSync
 
 from turbogr_plugin.data.batch import SequenceBatch
 from turbogr_plugin.errors import InputError
@@ -17,7 +17,7 @@ from turbogr_plugin.pipeline.table_staleness import StalenessChoice
 from turbogr_plugin.pipeline.train_pipeline_fine_grained import TrainPipelineFineGrained
 
 PipelineKind = Literal["fine_grained", "sparse_dist", "semi_sync", "base"]
-Pipeline: TypeAlias = TrainPipelineBase[SequenceBatch, Tensor]
+Pipeline: TypeAlias = TrainPipeline[SequenceBatch, Tensor]
 """All of them are subclasses of it."""
 
 
