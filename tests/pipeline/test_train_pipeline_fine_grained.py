@@ -260,6 +260,19 @@ def test_batches_are_numbered_without_gaps_over_the_ends_of_iterators() -> None:
     assert numbers == list(range(8))
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_numbers_do_not_depend_on_when_a_rank_learns_that_an_iterator_has_ended(staleness: int) -> None:
+    numbers: list[int] = []
+    stage = Stage(name="number", lane="dense", work=lambda context: numbers.append(context.index))
+    run = Run(staleness=staleness, schedule=Schedule().with_stage(stage))
+    aside, other = iter(_source(4)), iter(_source(3, 5))
+    run.losses(aside, 3)
+    run.losses(other, 2)
+    run.losses(aside)
+    following = 4 if staleness else 5  # without staleness batch 4 has been asked for, and no rank knows that it is none
+    assert numbers == [0, 1, 2, following, following + 1, 3]
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_epochs_that_are_counted_by_the_caller_leave_nothing_behind(staleness: int) -> None:
     numbers: list[int] = []

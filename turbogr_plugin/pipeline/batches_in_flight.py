@@ -90,6 +90,10 @@ class BatchesInFlight:
             if current.is_over():
                 self.drop(current)
             else:
+                if current.ended:
+                    # How many were made after the end depends on when a rank learned of it; numbers must not.
+                    there = [context.agreed and not context.exhausted for context in current.contexts]
+                    self._take_back(current, there.count(True))
                 current.park()
                 self._parked.append(current)
         self._parked = [source for source in self._parked if not (source.is_over() or source.is_unreachable())]
@@ -120,14 +124,17 @@ class BatchesInFlight:
 
     def drop(self, source: BatchSource) -> None:
         """Forgets a source; the batches that follow get the numbers of those that it has in flight."""
-        for context in reversed(source.contexts):
-            if self._numbers[context.training] != context.number + 1:
-                break  # another iterator has later ones
-            self._numbers[context.training] = context.number
-        source.contexts.clear()
+        self._take_back(source, 0)
         source.forget()
         if self._current is source:
             self._current = None
+
+    def _take_back(self, source: BatchSource, kept: int) -> None:
+        """Forgets all but the first batches of a source; their numbers come again, unless there are later ones."""
+        while len(source.contexts) > kept:
+            context = source.contexts.pop()
+            if self._numbers[context.training] == context.number + 1:
+                self._numbers[context.training] = context.number
 
     def clear(self) -> None:
         """Forgets all."""
