@@ -115,4 +115,4 @@ def measured(path: str) -> Any:
     found = measure_links(_CPU, ranks_per_node=2, megabytes=0.2, repeats=2, memory_bytes=1 << 30)
     if dist.get_rank() == 0:
         found.save(Path(path))
-    return [[timing.level, timing.traffic, timing.ranks] for timing in found.timings], found.lines()
+    return [[timing.level, timing.traffic, timing.ranks, timing.bytes_sent] for timing in found.timings], found.lines()

@@ -51,9 +51,19 @@ def test_a_plan_of_one_group_is_carried_out_by_torchrec(ranks: RankPool) -> None
 def test_measured_links_make_a_topology(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     (outcome,) = ranks.run([Call(f"{HERE}:measured", {"path": str(path)}, world_size=4)])
-    kinds = ["all_to_all", "all_reduce", "exchange"]
     for timings, lines in outcome.result():
-        assert timings == [[level, kind, 2] for level in ("intra", "inter") for kind in kinds]
+        # of 0.2 MB half goes to the other rank of a host, or to the two of the other host
+        expected = [
+            [level, kind, ranks, sent]
+            for level, to_all in (("intra", 2), ("inter", 4))
+            for kind, ranks, sizes in (
+                ("all_to_all", to_all, (12_500, 25_000, 50_000, 100_000)),
+                ("all_reduce", 2, (200_000,)),
+                ("exchange", 2, (100_000,)),
+            )
+            for sent in sizes
+        ]
+        assert [[*timing[:3], pytest.approx(timing[3], abs=16)] for timing in timings] == expected
         assert lines[0] == "4 ranks, 2 per host"
     topology = topology_from_file(path)
     assert (topology.world_size, topology.local_world_size, topology.compute_device) == (4, 2, "cpu")
@@ -61,3 +71,5 @@ def test_measured_links_make_a_topology(ranks: RankPool, tmp_path: Path) -> None
     links = link_bandwidths(topology.comms_bandwidths)
     assert links.intra.latency > 0
     assert links.inter.exchange > 0
+    assert len(links.inter.all_to_all_by_size) == 4
+    assert links.inter.all_to_all_by_size[-1][1] == links.inter.all_to_all

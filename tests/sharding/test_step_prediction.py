@@ -63,6 +63,16 @@ def test_an_all_to_all_sends_lengths_ids_rows_and_gradients_to_every_rank_of_the
     assert _speeds(shape).predict(_loads(shape), kinds=kinds).all_to_all == pytest.approx(kinds * latency)
 
 
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_rows_and_their_gradients_have_the_speed_of_messages_of_their_size(kinds: int) -> None:
+    points = ((1e4, 4e8), (1e5, 2e8), (1e6, 1e8))
+    inter = LinkSpeeds(all_to_all=1e8, all_reduce=1.0, exchange=1.0, all_to_all_by_size=points)
+    shape = GroupShape(4, 4, 2)
+    loads = _loads(shape, A2A_INTER=[kinds * 2e5] * 4)  # 1e5 bytes in each of the calls
+    found = _speeds(shape, links=LinkBandwidths(LinkSpeeds.same(1e9), inter)).predict(loads, kinds=kinds)
+    assert found.all_to_all == pytest.approx(kinds * 2e5 / 2e8)
+
+
 def test_the_slowest_rank_and_the_slower_link_decide() -> None:
     shape = GroupShape(4, 2, 2)
     free = LinkBandwidths(LinkSpeeds.same(1e9), LinkSpeeds.same(1e8))

@@ -52,7 +52,8 @@ def test_published_figures_can_be_replaced() -> None:
 
 
 def test_a_file_gives_back_the_topology(tmp_path: Path) -> None:
-    speeds = LinkSpeeds(all_to_all=1e9, all_reduce=2e9, exchange=3e9, latency=1e-4)
+    by_size = ((1e5, 2e9), (1e6, 1e9))
+    speeds = LinkSpeeds(all_to_all=1e9, all_reduce=2e9, exchange=3e9, latency=1e-4, all_to_all_by_size=by_size)
     for topology in (
         npu_topology("atlas-900-a3", nodes=4),
         cuda_topology("dgx-h100", nodes=2, devices_per_node=4),
@@ -62,6 +63,27 @@ def test_a_file_gives_back_the_topology(tmp_path: Path) -> None:
         found = topology_from_file(tmp_path / "links.json")
         assert found._hash() == topology._hash()
         assert found.comms_bandwidths == topology.comms_bandwidths
+
+
+def test_a_speed_lies_between_those_of_the_sizes_around_it() -> None:
+    points = ((1e4, 4e9), (1e6, 2e9), (4e6, 1e9))
+    speeds = LinkSpeeds(all_to_all=1e9, all_reduce=1.0, exchange=1.0, all_to_all_by_size=points)
+    assert [speeds.all_to_all_of(size) for size, _ in points] == pytest.approx([rate for _, rate in points])
+    assert speeds.all_to_all_of(1e5) == pytest.approx(3e9)  # ten times the smaller size, a tenth of the larger
+    assert speeds.all_to_all_of(2e6) == pytest.approx(1.5e9)
+    assert [speeds.all_to_all_of(size) for size in (0, 1, 1e9)] == pytest.approx([4e9, 4e9, 1e9])
+    assert LinkSpeeds.same(3e9).all_to_all_of(7) == 3e9
+
+
+def test_a_file_without_speeds_by_size_holds_one_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    topology = npu_topology("atlas-800t-a2", nodes=2)
+    save_topology(topology, path)
+    values = json.loads(path.read_text())
+    for level in values["links"].values():
+        del level["all_to_all_by_size"]
+    path.write_text(json.dumps(values))
+    assert topology_from_file(path).comms_bandwidths == topology.comms_bandwidths
 
 
 def test_a_group_sees_the_first_ranks_and_the_least_memory_of_their_peers() -> None:
@@ -96,6 +118,11 @@ def test_groups_are_parts_of_hosts_or_whole_hosts() -> None:
         (lambda: group_topology(npu_topology("atlas-800t-a2", nodes=3), 12), "allowed: 24, 8, 4, 2, 1"),
         (lambda: group_topology(npu_topology("atlas-800t-a2", nodes=3), 5), "must divide the 24 ranks"),
         (lambda: LinkSpeeds.same(0), "all_to_all must be a positive number of bytes/s, got 0"),
+        (
+            lambda: LinkSpeeds(all_to_all=1, all_reduce=1, exchange=1, all_to_all_by_size=((2, 1), (1, 1))),
+            "bytes ascending and bytes/s, got ((2, 1), (1, 1))",
+        ),
+        (lambda: LinkSpeeds.same(float("nan")), "all_to_all must be a positive number of bytes/s, got nan"),
         (lambda: LinkSpeeds.same(1, -1), "latency must be a number of seconds >= 0, got -1"),
     ],
 )
@@ -111,6 +138,11 @@ def test_wrong_values_are_named_with_what_is_allowed(call: Any, message: str) ->
         (lambda values: values.pop("nodes"), "nodes must be int, got None"),
         (lambda values: values.update(memory_bytes="64G"), "memory_bytes must be int, got '64G'"),
         (lambda values: values["links"]["inter"].pop("latency"), "links.inter must have exactly"),
+        (
+            lambda values: values["links"]["inter"].update(all_to_all_by_size=[[1, 0]]),
+            "links.inter: all_to_all_by_size must be pairs of positive numbers",
+        ),
+        (lambda values: values["links"]["inter"].update(all_to_all_by_size=[1]), "links.inter: "),
         (lambda values: values["links"]["intra"].update(exchange=-1), "links.intra: exchange must be a positive"),
         (lambda values: values.update(device="tpu"), "device must be npu, cuda or cpu, got 'tpu'"),
     ],

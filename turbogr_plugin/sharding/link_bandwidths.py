@@ -1,8 +1,9 @@
 """Speeds of the links of a cluster by level and kind of traffic, where TorchRec's planner asks for them.
 
 Two levels: inside a fast domain (a host, or a pod whose hosts share the fast links) and between domains. Three kinds of
-traffic, because libraries reach different shares of a link with each: on a slow link gloo's all-to-all moves one
-direction at a time (half of the rate), while point-to-point messages whose receives are posted first use both.
+traffic, because libraries reach different shares of a link with each: over a slow link gloo's all-to-all moves one
+direction at a time between some pairs of ranks, by chance, the more so the larger its messages are, while
+point-to-point messages whose receives are posted first use both directions.
 
     time of a collective = messages x latency + bytes that one rank sends / bandwidth
 
@@ -16,6 +17,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import numpy as np
 from torchrec.distributed.planner.types import CollectiveType, GeneralizedCommsBandwidth
 
 #: TorchRec's bandwidths are bytes per millisecond.
@@ -34,6 +36,8 @@ class LinkSpeeds:
     """Bytes/s of point-to-point messages with receives posted first, the traffic of the gradient exchange."""
     latency: float = 0.0
     """Seconds per message."""
+    all_to_all_by_size: tuple[tuple[float, float], ...] = ()
+    """(bytes that one rank sends in one all-to-all, bytes/s), sizes ascending; empty: `all_to_all` at any size."""
 
     def __post_init__(self) -> None:
         for name in ("all_to_all", "all_reduce", "exchange"):
@@ -42,11 +46,26 @@ class LinkSpeeds:
                 raise ValueError(f"{name} must be a positive number of bytes/s, got {value!r}")
         if not (isinstance(self.latency, int | float) and 0 <= self.latency < math.inf):
             raise ValueError(f"latency must be a number of seconds >= 0, got {self.latency!r}")
+        points = [point for pair in self.all_to_all_by_size for point in pair]
+        sizes = [size for size, _ in self.all_to_all_by_size]
+        numbers = all(isinstance(point, int | float) and 0 < point < math.inf for point in points)
+        if not numbers or sizes != sorted(set(sizes)):
+            raise ValueError(
+                "all_to_all_by_size must be pairs of positive numbers, bytes ascending and bytes/s, "
+                f"got {self.all_to_all_by_size!r}"
+            )
 
     @classmethod
     def same(cls, bandwidth: float, latency: float = 0.0) -> LinkSpeeds:
         """One figure for every kind, which is all that a data sheet gives."""
         return cls(all_to_all=bandwidth, all_reduce=bandwidth, exchange=bandwidth, latency=latency)
+
+    def all_to_all_of(self, size: float) -> float:
+        """Bytes/s of all-to-alls in which one rank sends `size` bytes, between measured sizes by their logarithm."""
+        if not self.all_to_all_by_size:
+            return self.all_to_all
+        sizes, rates = zip(*self.all_to_all_by_size, strict=True)
+        return float(np.interp(math.log(max(size, 1.0)), np.log(sizes), rates))
 
 
 class LinkBandwidths(GeneralizedCommsBandwidth):
@@ -120,9 +139,14 @@ def link_bandwidths(found: GeneralizedCommsBandwidth) -> LinkBandwidths:
 def _level(values: Any, name: str, where: str) -> LinkSpeeds:
     level = values.get(name) if isinstance(values, dict) else None
     names = {field.name for field in fields(LinkSpeeds)}
-    if not isinstance(level, dict) or set(level) != names:
-        raise ValueError(f"{where}: links.{name} must have exactly {', '.join(sorted(names))}, got {level!r}")
+    optional = {"all_to_all_by_size"}
+    if not isinstance(level, dict) or not names - optional <= set(level) <= names:
+        raise ValueError(
+            f"{where}: links.{name} must have exactly {', '.join(sorted(names - optional))} and may have "
+            f"{', '.join(optional)}, got {level!r}"
+        )
     try:
-        return LinkSpeeds(**level)
-    except ValueError as error:
+        by_size = tuple((size, rate) for size, rate in level.get("all_to_all_by_size", ()))
+        return LinkSpeeds(**{**level, "all_to_all_by_size": by_size})
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: links.{name}: {error}") from None

@@ -2,15 +2,19 @@
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m turbogr_plugin.cli measure-links --output links.json
 
-Three kinds of traffic are timed, each inside every host at the same time and then between hosts at the same time (the
-ranks with the same place on each host form a group), so that ranks share links as they do in training:
+Three kinds of traffic are timed inside every host at the same time, then between hosts at the same time, so that ranks
+share links as they do in training:
 
-    all-to-all    equal parts to every rank, as in TorchRec's exchange of looked-up rows
-    all-reduce    of one tensor
-    exchange      point-to-point messages, receives posted first, as in the exchange of gradients between groups
+    all-to-all    equal parts to every rank, as in TorchRec's exchange of looked-up rows; between hosts by all ranks
+                  together. In several sizes, since libraries reach different shares of a link with each
+    all-reduce    of one tensor; between hosts by the ranks with the same place on each host
+    exchange      point-to-point messages, receives posted first, as in the exchange of gradients between groups, by
+                  the same ranks
 
-A bandwidth is the bytes that one rank sends over the median time of the slowest rank, less the time of a small message,
-which gives the latency. Memory is read at random rows of a table, as a lookup does.
+A bandwidth is the bytes that one rank sends in the level over the time of the slowest rank, less the time of a small
+message, which gives the latency. The time is the mean of the middle half of the repeats: a step has many collectives,
+and where a library is fast or slow by chance a median jumps from one to the other. Memory is read at random rows of a
+table, as a lookup does.
 
 Left out: fast domains of several hosts (give `nodes_per_domain`, and links are still measured by host), and traffic of
 other jobs, which counts as slower links.
@@ -36,6 +40,8 @@ from turbogr_plugin.backend.streams import device_module
 from turbogr_plugin.sharding.link_bandwidths import LinkBandwidths, LinkSpeeds
 from turbogr_plugin.sharding.topologies import cluster, save_topology
 
+_A2A_PARTS = (8, 4, 2, 1)
+"""All-to-all is timed with these parts of the size of a measurement."""
 _SMALL = 8
 """Elements per peer of a message that is all latency."""
 _TABLE_BYTES = 256 << 20
@@ -51,13 +57,18 @@ class Timing:
     ranks: int
     """That took part in each group."""
     bytes_sent: float
-    """By one rank."""
+    """By one rank, in this level."""
     seconds: float
-    """Median over repeats of the slowest rank's."""
+    """Of the slowest rank: mean of the middle half of the repeats."""
     small_seconds: float
     """Likewise, of a message of a few bytes."""
     spread: float
     """Slowest repeat over fastest."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of one rank."""
+        return self.bytes_sent / max(self.seconds - self.small_seconds, 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +83,10 @@ class LinkMeasurement:
         """A row per kind of traffic and level."""
         found = [f"{self.topology.world_size} ranks, {self.topology.local_world_size} per host"]
         for timing in self.timings:
-            rate = timing.bytes_sent / max(timing.seconds - timing.small_seconds, 1e-9)
             found.append(
-                f"{timing.level} {timing.traffic:<10} of {timing.ranks:>4} ranks: {rate / 1e9:9.4g} GB/s per rank, "
-                f"{1e6 * timing.small_seconds:7.0f} us for a small one, slowest/fastest repeat {timing.spread:.2f}"
+                f"{timing.level} {timing.traffic:<10} of {timing.ranks:>4} ranks, {timing.bytes_sent / 1e6:6.2f} MB: "
+                f"{timing.rate / 1e9:9.4g} GB/s per rank, {1e6 * timing.small_seconds:7.0f} us for a small one, "
+                f"slowest/fastest repeat {timing.spread:.2f}"
             )
         return [*found, f"memory: {self.memory_bandwidth / 1e9:.4g} GB/s per rank at random rows"]
 
@@ -92,7 +103,7 @@ def measure_links(
     *,
     ranks_per_node: int,
     megabytes: float = 8.0,
-    repeats: int = 9,
+    repeats: int = 15,
     memory_bytes: int | None = None,
     nodes_per_domain: int = 1,
 ) -> LinkMeasurement:
@@ -125,7 +136,7 @@ def measure_links(
     for level, members in (("intra", hosts), ("inter", columns)):
         levels[level] = None
         if len(members[0]) > 1:
-            found = _time_level(level, members, device, int(megabytes * 1e6), repeats)
+            found = _time_level(level, members, device, megabytes * 1e6, repeats)
             timings.extend(found)
             levels[level] = _speeds(found)
     intra, inter = levels["intra"], levels["inter"]
@@ -144,37 +155,42 @@ def measure_links(
     return LinkMeasurement(topology=topology, timings=timings, memory_bandwidth=bandwidth)
 
 
-def _time_level(level: str, members: list[list[int]], device: torch.device, size: int, repeats: int) -> list[Timing]:
-    rank = dist.get_rank()
+def _time_level(level: str, members: list[list[int]], device: torch.device, size: float, repeats: int) -> list[Timing]:
+    rank, everyone = dist.get_rank(), list(range(dist.get_world_size()))
     own, group = members[0], None
     for ranks in members:
         made = dist.new_group(ranks)  # a collective: every rank makes every group
         if rank in ranks:
             own, group = ranks, made
     assert group is not None
-    count = len(own)
+    apart = (len(own) - 1) / len(own)
+    if level == "inter":  # a host has a member in each group; what these send each other is not of this level
+        to_all = (everyone, dist.group.WORLD, 1 - len(members) / len(everyone), _A2A_PARTS)
+    else:
+        to_all = (own, group, apart, _A2A_PARTS)
+    kinds: dict[str, Any] = {
+        "all_to_all": to_all,
+        "all_reduce": (own, group, 2 * apart, (1,)),
+        "exchange": (own, group, apart, (1,)),
+    }
     found = []
-    for traffic, sent in (
-        ("all_to_all", (count - 1) / count),
-        ("all_reduce", 2 * (count - 1) / count),
-        ("exchange", (count - 1) / count),
-    ):
-        times = {}
-        for elements in (_SMALL * count, max(count, size // 4 // count * count)):
-            action = _traffic(traffic, elements, own, group, device)
-            times[elements] = _repeat(action, device, repeats)
-        (small, _), (seconds, spread) = times.values()
-        found.append(
-            Timing(
-                level=level,
-                traffic=traffic,
-                ranks=count,
-                bytes_sent=sent * 4 * max(times),
-                seconds=seconds,
-                small_seconds=small,
-                spread=spread,
+    for traffic, (peers, together, leaving, parts) in kinds.items():
+        count = len(peers)
+        small, _ = _repeat(_traffic(traffic, _SMALL * count, peers, together, device), device, repeats)
+        for part in parts:
+            elements = max(1, int(size / part / 4 / count)) * count
+            seconds, spread = _repeat(_traffic(traffic, elements, peers, together, device), device, repeats)
+            found.append(
+                Timing(
+                    level=level,
+                    traffic=traffic,
+                    ranks=count,
+                    bytes_sent=leaving * 4 * elements,
+                    seconds=seconds,
+                    small_seconds=small,
+                    spread=spread,
+                )
             )
-        )
     dist.destroy_process_group(group)
     return found
 
@@ -212,7 +228,7 @@ def _traffic(
 
 
 def _repeat(action: Callable[[], None], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Median seconds of the slowest rank, and the spread over repeats; the same on every rank."""
+    """Seconds of the slowest rank and the spread over repeats; the same on every rank."""
     seconds = torch.zeros(repeats + 1, dtype=torch.float64)
     for turn in range(repeats + 1):
         dist.barrier()
@@ -222,17 +238,16 @@ def _repeat(action: Callable[[], None], device: torch.device, repeats: int) -> t
         seconds[turn] = time.perf_counter() - start
     seconds = seconds.float().to(device)  # no float64 on NPUs
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    counted = seconds[1:].tolist()
-    return statistics.median(counted), max(counted) / max(min(counted), 1e-9)
+    counted = sorted(seconds[1:].tolist())
+    aside = len(counted) // 4
+    return statistics.mean(counted[aside : len(counted) - aside]), counted[-1] / max(counted[0], 1e-9)
 
 
 def _speeds(found: list[Timing]) -> LinkSpeeds:
-    rates: dict[str, Any] = {
-        timing.traffic: timing.bytes_sent / max(timing.seconds - timing.small_seconds, 1e-9) for timing in found
-    }
-    peers = found[0].ranks - 1
-    latency = min(timing.small_seconds for timing in found if timing.traffic != "all_reduce") / peers
-    return LinkSpeeds(**rates, latency=latency)
+    rates: dict[str, Any] = {timing.traffic: timing.rate for timing in found}  # of the largest all-to-all
+    latency = min(timing.small_seconds / (timing.ranks - 1) for timing in found if timing.traffic != "all_reduce")
+    by_size = {timing.bytes_sent: timing.rate for timing in found if timing.traffic == "all_to_all"}
+    return LinkSpeeds(**rates, latency=latency, all_to_all_by_size=tuple(by_size.items()))
 
 
 def _memory_bandwidth(device: torch.device, repeats: int, dim: int = 128) -> float:

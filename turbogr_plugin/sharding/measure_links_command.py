@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, required=True, help="File to write, by rank 0; an existing one is replaced")
     add("--device", default="cpu", help="cpu, cuda or npu (%(default)s)")
     add("--megabytes", type=float, default=8.0, help="That a rank sends at once (%(default)g)")
-    add("--repeats", type=int, default=9, help="Of each measurement (%(default)s)")
+    add("--repeats", type=int, default=15, help="Of each measurement (%(default)s)")
     add("--memory-gb", type=float, help="That a rank has for tables (the device's, on cpu its share of the host's)")
     add("--nodes-per-domain", type=int, default=1, help="Hosts that fast links join (%(default)s)")
 

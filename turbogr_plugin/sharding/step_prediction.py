@@ -1,6 +1,7 @@
 """Predicted time of a training step from the loads of its ranks.
 
-    all-to-all   max over ranks of bytes / bandwidth, inside and between fast domains at once, plus messages x latency
+    all-to-all   max over ranks of bytes / bandwidth, inside and between fast domains at once, plus messages x latency;
+                 the bandwidth is that of half of the bytes (rows go forward, their gradients back)
     exchange     likewise, for the gradients that groups sum
     all-reduce   2 (L - 1)/L bytes inside a domain of L ranks and 2 (D - 1)/D bytes / L between D domains
     lookup       max over ranks of the bytes of local memory / its bandwidth: forward, backward and update
@@ -23,6 +24,8 @@ from turbogr_plugin.sharding.topologies import memory_bandwidth
 
 #: Collectives per step of one kind of sharding in one module: lengths, ids, rows, gradients of rows.
 _A2A_CALLS = 4
+#: Of these, those that carry nearly all bytes.
+_A2A_LARGE_CALLS = 2
 #: Of an exchange: counts, ids, rows.
 _EXCHANGE_CALLS = 3
 
@@ -103,7 +106,9 @@ class Speeds:
         peak = loads.max(0) if loads.size else [0.0] * len(Load)
         shape, links = self.shape, self.links
         messages_near, messages_far = shape.local - 1, shape.group - shape.local
-        a2a = max(peak[Load.A2A_INTRA] / links.intra.all_to_all, peak[Load.A2A_INTER] / links.inter.all_to_all)
+        near, far = peak[Load.A2A_INTRA], peak[Load.A2A_INTER]
+        calls = _A2A_LARGE_CALLS * max(1, kinds)
+        a2a = max(near / links.intra.all_to_all_of(near / calls), far / links.inter.all_to_all_of(far / calls))
         a2a += _A2A_CALLS * kinds * (messages_near * links.intra.latency + messages_far * links.inter.latency)
         exchange = max(
             peak[Load.EXCHANGE_INTRA] / links.intra.exchange, peak[Load.EXCHANGE_INTER] / links.inter.exchange
