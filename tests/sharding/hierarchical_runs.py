@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -388,21 +389,39 @@ def pipelined(*, name: str, group: int | None, device: str = "cpu") -> list[floa
     return small_model.pipeline_losses(pipeline, source)
 
 
-def planned(*, group: int) -> dict[str, float]:
-    """A step of SGD by a plan of HierarchicalShardingPlanner, unequal batches, against one process in float64."""
-    forget_groups()
-    device, rank, world = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
-    tables = {"a": (50, 8), "b": (30, 8)}
-    keys = ["f_a", "f_b"]
+class _Scored(nn.Module):
+    """Sequences of two tables and a dense layer over each row."""
 
-    def collection(where: str) -> EmbeddingCollection:
-        return EmbeddingCollection(
+    def __init__(self, tables: dict[str, tuple[int, int]]) -> None:
+        super().__init__()
+        self.sequences = EmbeddingCollection(
             [
                 EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"])
                 for name, (rows, dim) in tables.items()
             ],
-            device=torch.device(where),
+            device=torch.device("meta"),
         )
+        self.over = nn.Linear(8, 3)
+        with torch.no_grad():
+            for number, value in enumerate(self.over.parameters()):
+                value.copy_(torch.rand(value.shape, generator=torch.Generator().manual_seed(20 + number)) - 0.5)
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        """The sum over all rows, so that ranks with more of them weigh more."""
+        scores = torch.cat([self.over(rows.values()) for rows in self.sequences(batch).values()])
+        return ((scores - 0.5) ** 2).sum()
+
+
+def planned(*, group: int) -> dict[str, float]:
+    """A step of SGD by a plan of HierarchicalShardingPlanner, unequal batches, against one process in float64.
+
+    Returns:
+        The largest difference of a change of the tables on this rank, and of a dense gradient; the largest change.
+    """
+    forget_groups()
+    device, rank, world = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
+    tables = {"a": (50, 8), "b": (30, 8)}
+    keys = ["f_a", "f_b"]
 
     def batch(of_rank: int) -> KeyedJaggedTensor:
         generator = torch.Generator().manual_seed(of_rank)
@@ -411,20 +430,17 @@ def planned(*, group: int) -> dict[str, float]:
         values = torch.randint(0, 30, (int(lengths.sum()),), generator=generator)
         return KeyedJaggedTensor(keys, values, lengths=lengths)
 
-    def loss_of(found: Any) -> Tensor:
-        """The sum over valid targets, so that ranks with more of them weigh more."""
-        return sum(((found[key].values() - 0.5) ** 2).sum() for key in keys)  # type: ignore[return-value]
-
     whole = {
         name: torch.rand(size, generator=torch.Generator().manual_seed(len(size))) for name, size in tables.items()
     }
-    alone = collection("cpu").double()
-    for name, value in alone.embeddings.items():
-        value.weight.data.copy_(whole[name])
+    module = _Scored(tables)
+    expected = {name: rows.double().requires_grad_() for name, rows in whole.items()}
+    over = copy.deepcopy(module.over).double()
     for other in range(world):
-        (loss_of(alone(batch(other))) / world).backward()  # TorchRec takes the mean over ranks
+        ids = batch(other)
+        scores = torch.cat([over(expected[name][ids[f"f_{name}"].values()]) for name in tables])
+        (((scores - 0.5) ** 2).sum() / world).backward()  # TorchRec takes the mean over ranks
 
-    module = collection("meta")
     made = [EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0})]
     topology = cpu_topology(ranks_per_node=2, nodes=world // 2, memory_bytes=1 << 30, intra=1e9, inter=1e7)
     plan = planner(topology, group_size=group).collective_plan(module, made, dist.group.WORLD)
@@ -434,14 +450,17 @@ def planned(*, group: int) -> dict[str, float]:
     with torch.no_grad():
         for name, ((row, column), weights) in local_rows(model):
             weights.copy_(whole[name][row : row + weights.size(0), column : column + weights.size(1)])
-    loss_of(model(batch(rank))).backward()
+    model(batch(rank)).backward()
     model.finish()
     error = moved = 0.0
     for name, ((row, column), weights) in local_rows(model):
-        grad = alone.embeddings[name].weight.grad
+        grad = expected[name].grad
         assert grad is not None
         part = (slice(row, row + weights.size(0)), slice(column, column + weights.size(1)))
         change = weights.double() - whole[name][part].double()
         error = max(error, float((change + grad[part]).abs().max()))
         moved = max(moved, float(grad.abs().max()))
-    return {"error": error, "moved": moved}
+    dense = 0.0
+    for value, plain in zip(model.module.over.parameters(), over.parameters(), strict=True):
+        dense = max(dense, float((value.grad - plain.grad).abs().max() / plain.grad.abs().max()))
+    return {"error": error, "moved": moved, "dense": dense}

@@ -13,7 +13,12 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCol
 
 from tests.npu.ranks import forget_groups
 from tests.sharding.planned import SHARDERS, Tables, planner, shardings
-from turbogr_plugin.sharding import cpu_topology, npu_topology
+from turbogr_plugin.sharding import (
+    HierarchicalModelParallel,
+    HierarchicalShardingPlan,
+    cpu_topology,
+    npu_topology,
+)
 from turbogr_plugin.sharding.link_measurement import measure_links
 
 _CPU = torch.device("cpu")
@@ -45,6 +50,37 @@ def refusals() -> list[str]:
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
+
+
+def hosts_with_fewer_ranks(path: str) -> list[str]:
+    """Messages on this rank where the launcher tells of hosts other than the topology's."""
+    one_host = cpu_topology(ranks_per_node=4, nodes=1, memory_bytes=1 << 30, intra=1e9, inter=1e7)
+    messages = []
+    for topology, last_host in ((one_host, "2"), (one_host, "3"), (_topology(4), "1"), (_topology(4), "4")):
+        for number, make in enumerate((planner(topology, group_size=2).collective_plan, _from_file(path, topology))):
+            before = os.environ["LOCAL_WORLD_SIZE"]
+            os.environ["LOCAL_WORLD_SIZE"] = last_host if dist.get_rank() >= 2 else "2" if last_host == "2" else "4"
+            try:
+                make(Tables({"s": (100, 8)}), SHARDERS, dist.group.WORLD)
+                messages.append(f"{number} is made")
+            except ValueError as error:
+                messages.append(f"{number}: {error}")
+            finally:
+                os.environ["LOCAL_WORLD_SIZE"] = before
+    forget_groups()
+    return messages
+
+
+def _from_file(path: str, topology: Any) -> Any:
+    """Makes the model of a saved plan."""
+
+    def make(module: Any, sharders: Any, group: Any) -> Any:
+        file = f"{path}/{topology.local_world_size}-{dist.get_rank()}.json"
+        planner(topology, group_size=2).plan(module, sharders).save(file)
+        plan = HierarchicalShardingPlan.load(file)
+        return HierarchicalModelParallel(module, device=_CPU, plan=plan, sharders=sharders)
+
+    return make
 
 
 def stock_models() -> list[str]:

@@ -79,6 +79,8 @@ def test_the_position_of_another_plan_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"state is of another plan: .*{message}"):
             BalancedBatchSampler(plan, rank=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="epoch must be at least 0, got -1"):
+        BalancedBatchSampler(_plan(), rank=0).load_state_dict({**state, "epoch": -1})
     with pytest.raises(ValueError, match=r"step must be in \[0, 21\] in epoch 0, got 23"):
         BalancedBatchSampler(_plan(), rank=0).load_state_dict({**state, "step": 23})
 

@@ -147,6 +147,12 @@ def test_a_memory_limit_that_is_none_is_refused(limit: float) -> None:
             balance_batch(COST.of(lengths), 2, memory=lengths, memory_limit=limit)
 
 
+@pytest.mark.parametrize("tolerance", [float("nan"), -1.0, float("inf")])
+def test_a_tolerance_that_is_none_is_refused(tolerance: float) -> None:
+    with pytest.raises(ValueError, match=f"tolerance must be a number >= 0, got {tolerance}"):
+        balance_batch([1, 2], 2, tolerance=tolerance)
+
+
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_swaps_never_leave_a_tight_memory_limit(equal_counts: bool) -> None:
     ranks, moved = 6, 0

@@ -165,6 +165,7 @@ def test_a_plan_of_the_planner_is_carried_out_and_gives_the_sums_of_a_single_pro
             # a step of SGD in float32 against a single process in float64, whose largest change is about 1
             assert found["moved"] > 0.1
             assert found["error"] < 1e-6
+            assert found["dense"] < 1e-6
 
 
 @pytest.mark.timeout(120)

@@ -96,6 +96,9 @@ def test_a_wrong_file_is_named_with_the_fault(tmp_path: Path, change: Any, messa
     [
         ({"group_size": 3, "world_size": 4}, "group_size must divide world_size 4, got 3"),
         ({"group_size": 0, "world_size": 4}, "group_size must be a whole number >= 1, got 0"),
+        ({"group_size": 4, "world_size": 4, "node_group_size": 3}, "node_group_size must divide group_size 4, got 3"),
+        ({"group_size": 2, "world_size": 4, "ranks_per_host": 3}, "ranks_per_host must divide world_size 4, got 3"),
+        ({"group_size": 2, "world_size": 4, "ranks_per_host": "2"}, "ranks_per_host must divide world_size 4, got '2'"),
         ({"group_size": 2, "world_size": 4, "sync": "never"}, "sync must be one of exact, average"),
     ],
 )

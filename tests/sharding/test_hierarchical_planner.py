@@ -27,6 +27,7 @@ from torchrec.modules.mc_modules import (
 
 from tests.sharding.planned import SHARDERS, Tables, planner, shardings
 from turbogr_plugin.sharding import (
+    AccessHistogram,
     BatchStatistics,
     HierarchicalShardingPlan,
     cpu_topology,
@@ -321,6 +322,8 @@ def test_tables_of_managed_collision_have_one_group() -> None:
         ({"sync": "sum"}, "sync must be 'exact' or 'average', got 'sum'"),
         ({"sync_interval": 0}, "sync_interval must be a whole number >= 1, got 0"),
         ({"wire_dtype": torch.int8}, "wire_dtype must be torch.float32, torch.bfloat16, torch.float16"),
+        ({"dense_seconds": float("inf")}, "dense_seconds must be a number >= 0, got inf"),
+        ({"activation_bytes": float("nan")}, "activation_bytes must be a number >= 0, got nan"),
         ({"overlap": 1.5}, "overlap must be 0 to 1, got 1.5"),
         ({"minimum_gain": 1.0}, "minimum_gain must be from 0 up to but not 1"),
         ({"staleness": -1}, "staleness must be a whole number >= 0, got -1"),
@@ -330,6 +333,19 @@ def test_tables_of_managed_collision_have_one_group() -> None:
 def test_wrong_arguments_are_named_with_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         planner(npu_topology("atlas-800t-a2", nodes=1), **arguments)
+
+
+def test_statistics_of_what_the_model_has_not_are_named_in_the_report() -> None:
+    topology = npu_topology("atlas-800t-a2", nodes=1)
+    rows = AccessHistogram.from_counts(np.arange(1, 11))
+    for statistics, noted in (
+        (BatchStatistics(access={"t": rows, "u": rows}, lengths={"f_t": 3.0, "f_u": 3.0}), "ignored: u, f_u"),
+        (BatchStatistics(access={"t": rows}, lengths={"f_t": 3.0}), None),
+    ):
+        plan = planner(topology, batch_statistics=statistics).plan(Tables({"t": (10, 8)}), SHARDERS)
+        assert plan.report is not None
+        notes = [note for note in plan.report.notes if note.startswith("statistics of tables and features")]
+        assert [note.rsplit("has not, ")[1] for note in notes] == [noted] * (noted is not None)
 
 
 def test_tables_without_rows_and_popularity_of_other_tables_are_refused() -> None:

@@ -104,6 +104,19 @@ def test_tables_whose_heads_are_hot_leave_row_wise_sharding_where_whole_ranks_ar
     assert sorted(rank for sharding in shardings(hot).values() for rank in sharding.ranks) == list(range(8))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 7, 8, 9])
+def test_no_table_is_cut_into_shards_without_rows_where_it_may_be_sharded_otherwise(rows: int) -> None:
+    topology = npu_topology("atlas-800t-a2", nodes=1)
+    plan = planner(topology).plan(Tables({"few": (rows, 16), "many": (100_000, 16)}), SHARDERS)
+    spec = shardings(plan)["few"].sharding_spec
+    assert spec is None or all(shard.shard_sizes[0] > 0 for shard in spec.shards)
+    only = {"few": ParameterConstraints(sharding_types=["row_wise"])}
+    forced = planner(topology, group_size=8, constraints=only).plan(Tables({"few": (rows, 16)}), SHARDERS)
+    assert [shard.shard_sizes[0] for shard in shardings(forced)["few"].sharding_spec.shards] == [
+        max(0, min(-(-rows // 8), rows - first * -(-rows // 8))) for first in range(8)
+    ]
+
+
 def test_a_hot_head_is_cut_into_ranges_that_answer_about_equally_many_lookups() -> None:
     """One table sorted by popularity, row-wise: an even cut gives rank 0 of 8 nearly all lookups."""
     counts = np.random.default_rng(0).zipf(1.3, 100_000).clip(max=2_000)
@@ -132,7 +145,7 @@ def test_row_wise_tables_are_cut_as_torchrec_cuts_them(rows: int) -> None:
         SHARDERS,
         topology,
         batch_size=1,
-        constraints=None,
+        constraints={"t": ParameterConstraints(sharding_types=["row_wise"])},
         statistics=BatchStatistics(),
         optimizer=None,
     )

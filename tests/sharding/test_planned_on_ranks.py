@@ -39,6 +39,22 @@ def test_every_rank_has_the_plan_of_rank_0_or_its_refusal(ranks: RankPool) -> No
 
 
 @pytest.mark.timeout(150)
+def test_hosts_with_fewer_ranks_than_the_topology_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    (outcome,) = ranks.run([Call(f"{HERE}:hosts_with_fewer_ranks", {"path": str(tmp_path)}, world_size=4)])
+    wanted = [
+        "topology has 4 ranks per host, but rank 0 runs on a host with 2 (4 of 4 ranks, hosts with 2): start 4 ranks "
+        "on each host, or plan for a topology with 2",
+        "topology has 4 ranks per host, but rank 2 runs on a host with 3 (2 of 4 ranks, hosts with 3): start 4 ranks "
+        "on each host, or plan for a topology with 3",
+        "topology has 2 ranks per host, but rank 2 runs on a host with 1 (2 of 4 ranks, hosts with 1): start 2 ranks "
+        "on each host, or plan for a topology with 1",
+    ]
+    refused = [f"{number}: {message}" for message in wanted for number in range(2)]
+    for messages in outcome.result():
+        assert messages == [*refused, "0 is made", "1 is made"]
+
+
+@pytest.mark.timeout(150)
 def test_a_plan_of_one_group_is_carried_out_by_torchrec(ranks: RankPool) -> None:
     calls = [Call(f"{HERE}:carried_out", {"device_type": device}, world_size=4) for device in ("cpu", "npu")]
     for outcome in ranks.run(calls):

@@ -179,6 +179,8 @@ def test_bad_arguments_are_refused() -> None:
         (ReallocationPlan, {"global_batch_size": 0}, "global_batch_size must be at least 1, got 0"),
         (ReallocationPlan, {"seed": -1}, "seed must be at least 0, got -1"),
         (LookaheadPlan, {"window": 0}, "window must be at least 1, got 0"),
+        (LookaheadPlan, {"tolerance": float("nan")}, "tolerance must be a number >= 0, got nan"),
+        (ReallocationPlan, {"tolerance": -0.1}, "tolerance must be a number >= 0, got -0.1"),
         (LookaheadPlan, {"spread": 0.9}, "spread must be at least 1, got 0.9"),
         (LookaheadPlan, {"memory_limit": 5}, "memory and memory_limit belong together"),
     ):

@@ -61,6 +61,30 @@ def ranks_per_host(group: dist.ProcessGroup) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", group.size()))
 
 
+def check_ranks_per_host(planned: int, group: dist.ProcessGroup) -> None:
+    """Raises where a host has fewer ranks than a plan counts on; a collective of all ranks.
+
+    Traffic that the plan holds for that of a host would cross the network. More ranks on a host do no harm.
+
+    Args:
+        planned: ranks of a host in the plan's topology, consecutive.
+        group: of all ranks.
+
+    Raises:
+        ValueError: on every rank, with the same message.
+    """
+    found: list[int] = [0] * group.size()
+    dist.all_gather_object(found, ranks_per_host(group), group=group)
+    lacking = [rank for rank, ranks in enumerate(found) if ranks < min(planned, group.size())]
+    if lacking:
+        has = sorted({found[rank] for rank in lacking})
+        raise ValueError(
+            f"topology has {planned} ranks per host, but rank {lacking[0]} runs on a host with {found[lacking[0]]} "
+            f"({len(lacking)} of {group.size()} ranks, hosts with {', '.join(map(str, has))}): start {planned} ranks "
+            f"on each host, or plan for a topology with {has[0]}"
+        )
+
+
 def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup) -> T | None:
     """Runs `work`, which must not communicate, on rank 0 while the others wait.
 

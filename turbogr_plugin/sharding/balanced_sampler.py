@@ -81,6 +81,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         ]
         if changed:
             raise ValueError(f"state is of another plan: {'; '.join(changed)}")
+        if state["epoch"] < 0:
+            raise ValueError(f"epoch must be at least 0, got {state['epoch']}")
         steps = self.plan.steps_of_epoch(state["epoch"])
         if not 0 <= state["step"] <= steps:
             raise ValueError(f"step must be in [0, {steps}] in epoch {state['epoch']}, got {state['step']}")

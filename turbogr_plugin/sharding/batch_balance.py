@@ -54,6 +54,7 @@ def balance_batch(
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     weights = checked_memory(memory, memory_limit, len(exact))
+    tolerance = checked_tolerance(tolerance)
     return assign(exact, ranks, equal_counts=equal_counts, memory=weights, limit=memory_limit, tolerance=tolerance)
 
 
@@ -131,6 +132,17 @@ def idle_share(loads: ArrayLike) -> float:
     """
     values = np.asarray(loads, dtype=np.float64)
     return float(1 - values.mean() / values.max()) if values.max(initial=0.0) > 0 else 0.0
+
+
+def checked_tolerance(tolerance: float) -> float:
+    """The tolerance, a share of the mean load.
+
+    Raises:
+        ValueError: negative or not finite.
+    """
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be a number >= 0, got {tolerance}")
+    return tolerance
 
 
 def checked_memory(memory: ArrayLike | None, limit: float | None, samples: int) -> NDArray[np.float64] | None:

@@ -39,7 +39,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
-from turbogr_plugin.backend.collectives import timeout_of
+from turbogr_plugin.backend.collectives import check_ranks_per_host, timeout_of
 from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.sharding.exchange_hooks import GradientExchange
@@ -69,7 +69,8 @@ class HierarchicalModelParallel(DMPCollection):
         sync_interval: with plan.sync "average": `sync` averages in each such call.
 
     Raises:
-        ValueError: a value that is not allowed, a plan for another number of ranks, tables without an exact sum.
+        ValueError: a value that is not allowed, a plan for another number of ranks or for hosts with more of them,
+            tables without an exact sum.
     """
 
     def __init__(
@@ -103,10 +104,12 @@ class HierarchicalModelParallel(DMPCollection):
             world = dist.get_world_size(group)
             if plan.world_size != world:
                 raise ValueError(f"plan is for {plan.world_size} ranks, the process group has {world}")
+            if plan.ranks_per_host is not None:
+                assert group is not None
+                check_ranks_per_host(plan.ranks_per_host, group)
             # TorchRec writes this rank's group into the plan.
-            plan = HierarchicalShardingPlan(
-                copy.deepcopy(plan.plan), plan.group_size, plan.world_size, plan.sync, plan.node_group_size, plan.report
-            )
+            tables, plan = plan.plan, copy.copy(plan)
+            plan.plan = copy.deepcopy(tables)
         if not self._grouped:
             dense = env or ShardingEnv.from_process_group(dist.group.WORLD)
             wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()

@@ -49,6 +49,8 @@ class HierarchicalShardingPlan(ShardingPlan):
     """"exact": gradients are summed over the groups before the update. "average": weights are averaged after it."""
     node_group_size: int | None = None
     """Ranks of a group on one host, where tables are sharded by host (table-row-wise, grid); else None."""
+    ranks_per_host: int | None = None
+    """Of the topology that it was made for: hosts with fewer are refused; None: not checked."""
     report: PlanReport | None = field(default=None, compare=False)
     """How the planner came to it; None for a plan from a file without one."""
 
@@ -59,6 +61,10 @@ class HierarchicalShardingPlan(ShardingPlan):
                 raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
         if self.world_size % self.group_size:
             raise ValueError(f"group_size must divide world_size {self.world_size}, got {self.group_size}")
+        if self.node_group_size is not None and not _divides(self.node_group_size, self.group_size):
+            raise ValueError(f"node_group_size must divide group_size {self.group_size}, got {self.node_group_size!r}")
+        if self.ranks_per_host is not None and not _divides(self.ranks_per_host, self.world_size):
+            raise ValueError(f"ranks_per_host must divide world_size {self.world_size}, got {self.ranks_per_host!r}")
         if self.sync not in _SYNCS:
             raise ValueError(f"sync must be one of {', '.join(_SYNCS)}, got {self.sync!r}")
 
@@ -91,6 +97,7 @@ class HierarchicalShardingPlan(ShardingPlan):
             "group_size": self.group_size,
             "sync": self.sync,
             "node_group_size": self.node_group_size,
+            "ranks_per_host": self.ranks_per_host,
             "modules": tables,
             "report": None if self.report is None else self.report.as_json(),
         }
@@ -125,12 +132,17 @@ class HierarchicalShardingPlan(ShardingPlan):
                 world_size=values["world_size"],
                 sync=values["sync"],
                 node_group_size=values["node_group_size"],
+                ranks_per_host=values.get("ranks_per_host"),
                 report=None if report is None else PlanReport.from_json(report),
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: a field is missing or of the wrong kind: {error!r}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+
+def _divides(value: Any, whole: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1 and whole % value == 0
 
 
 def _as_json(table: str, sharding: ParameterSharding) -> dict[str, Any]:

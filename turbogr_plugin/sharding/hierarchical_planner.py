@@ -18,6 +18,7 @@ Left out: carrying the plan out (HierarchicalModelParallel does), and different 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
+from turbogr_plugin.backend.collectives import check_ranks_per_host
 from turbogr_plugin.sharding.access_histogram import Floats
 from turbogr_plugin.sharding.batch_statistics import BatchStatistics, constraints_with_lengths
 from turbogr_plugin.sharding.group_candidates import GroupCandidate, of_plan, searched, unplanned
@@ -178,8 +180,8 @@ class HierarchicalShardingPlanner(EmbeddingShardingPlanner):
             ("sync", sync, sync in ("exact", "average"), "'exact' or 'average'"),
             ("sync_interval", sync_interval, _whole(sync_interval, 1), "a whole number >= 1"),
             ("wire_dtype", wire_dtype, wire_dtype in _WIRES, ", ".join(map(str, _WIRES))),
-            ("dense_seconds", dense_seconds, dense_seconds >= 0, "a number >= 0"),
-            ("activation_bytes", activation_bytes, activation_bytes >= 0, "a number >= 0"),
+            ("dense_seconds", dense_seconds, 0 <= dense_seconds < math.inf, "a number >= 0"),
+            ("activation_bytes", activation_bytes, 0 <= activation_bytes < math.inf, "a number >= 0"),
             ("pipeline_contexts", pipeline_contexts, _whole(pipeline_contexts, 1), "a whole number >= 1"),
             ("staleness", staleness, _whole(staleness, 0), "a whole number >= 0"),
             ("overlap", overlap, 0 <= overlap <= 1, "0 to 1"),
@@ -223,7 +225,8 @@ class HierarchicalShardingPlanner(EmbeddingShardingPlanner):
             pg: of all ranks; None is the default group.
 
         Raises:
-            ValueError: a topology for another number of ranks, or bad input of `plan`, on every rank.
+            ValueError: a topology for another number of ranks or with more ranks per host than there are, or bad input
+                of `plan`, on every rank.
             PlannerError: nothing fits, on every rank.
         """
         if pg is None:
@@ -232,6 +235,7 @@ class HierarchicalShardingPlanner(EmbeddingShardingPlanner):
             pg = cast("dist.ProcessGroup", dist.group.WORLD)
         if pg.size() != self._topology.world_size:
             raise ValueError(f"topology has {self._topology.world_size} ranks, the process group has {pg.size()}")
+        check_ranks_per_host(self._topology.local_world_size, pg)
         plan, error = invoke_on_rank_and_broadcast_result(
             pg, 0, self._plan_or_error, module, get_default_sharders() if sharders is None else sharders
         )
@@ -273,7 +277,11 @@ class HierarchicalShardingPlanner(EmbeddingShardingPlanner):
         world = self._topology.world_size
         if not tables:
             return HierarchicalShardingPlan(
-                plan={}, group_size=world, world_size=world, sync=self._settings.sync, report=None
+                plan={},
+                group_size=world,
+                world_size=world,
+                sync=self._settings.sync,
+                ranks_per_host=self._topology.local_world_size,
             )
         left = self._capacity(self._topology, copy.copy(self._storage_reservation), module, sharders, constraints)
         model = _Model(module, sharders, constraints, tables, in_host_memory(tables), remapped(tables), left)
@@ -291,7 +299,7 @@ class HierarchicalShardingPlanner(EmbeddingShardingPlanner):
         notes = planning_notes(
             tables,
             self._topology,
-            known_popularity=self._statistics.access,
+            statistics=self._statistics,
             dense_seconds=self._dense_seconds,
             own_search=self._own_search,
             on_host=model.on_host,
@@ -409,6 +417,7 @@ class HierarchicalShardingPlanner(EmbeddingShardingPlanner):
             world_size=self._topology.world_size,
             sync=self._settings.sync,
             node_group_size=group.local_world_size if any(o.sharding_type in by_host for o in options) else None,
+            ranks_per_host=self._topology.local_world_size,
             report=report,
         )
 

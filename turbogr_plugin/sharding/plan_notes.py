@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torchrec.distributed.planner.types import Topology
 
+from turbogr_plugin.sharding.batch_statistics import BatchStatistics, features_of
 from turbogr_plugin.sharding.link_bandwidths import link_bandwidths
 from turbogr_plugin.sharding.table_options import ListedTable
 
@@ -14,7 +15,7 @@ def planning_notes(
     tables: Sequence[ListedTable],
     topology: Topology,
     *,
-    known_popularity: Collection[str],
+    statistics: BatchStatistics,
     dense_seconds: float,
     own_search: bool,
     on_host: Sequence[str],
@@ -25,16 +26,23 @@ def planning_notes(
     Args:
         tables: of the model.
         topology: of all ranks.
-        known_popularity: names of tables.
+        statistics: of the batches.
         dense_seconds: as given to the planner.
         own_search: whether our search was asked for.
         on_host: tables that may lie in host memory only.
         remapped: tables of managed collision.
     """
     found = []
-    unknown = [name for name in (table.options[0].name for table in tables) if name not in known_popularity]
+    names = [table.options[0].name for table in tables]
+    unknown = [name for name in names if name not in statistics.access]
     if unknown:
         found.append(f"popularity unknown, taken as uniform, which makes groups look dearest: {_few(unknown)}")
+    features = {
+        feature for table in tables for feature in features_of(table.options[0].module[1], table.options[0].name)
+    }
+    strange = [*sorted(set(statistics.access) - set(names)), *sorted(set(statistics.lengths) - features)]
+    if strange:
+        found.append(f"statistics of tables and features that the model has not, ignored: {_few(strange)}")
     links = link_bandwidths(topology.comms_bandwidths)
     if links.intra.latency == links.inter.latency == 0:
         found.append("latency is unknown and not counted, so that many small messages look cheap")

@@ -22,7 +22,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from turbogr_plugin.backend.rank_exchange import RankExchange
-from turbogr_plugin.sharding.batch_balance import TOLERANCE, assign, checked_memory, exact_costs, samples_of_ranks
+from turbogr_plugin.sharding.batch_balance import (
+    TOLERANCE,
+    assign,
+    checked_memory,
+    checked_tolerance,
+    exact_costs,
+    samples_of_ranks,
+)
 from turbogr_plugin.sharding.lookahead_balance import SPREAD, WINDOW, Band, choose_band, plan_window
 from turbogr_plugin.sharding.token_budget import Oversized, baseline_budget, check_budget, cut_by_budget
 
@@ -132,7 +139,7 @@ class ReallocationPlan(StepPlan):
         """
         super().__init__(costs, ranks=ranks, seed=seed)
         self._global_batch_size = _batch_size(global_batch_size)
-        self._equal_counts, self._tolerance = equal_counts, tolerance
+        self._equal_counts, self._tolerance = equal_counts, checked_tolerance(tolerance)
         self._memory = checked_memory(memory, memory_limit, self.samples)
         self._limit = memory_limit
 
@@ -206,7 +213,7 @@ class LookaheadPlan(StepPlan):
             raise ValueError(f"window must be at least 1, got {window}")
         if not spread >= 1:
             raise ValueError(f"spread must be at least 1, got {spread}")
-        self._tolerance = tolerance
+        self._tolerance = checked_tolerance(tolerance)
         self._memory = checked_memory(memory, memory_limit, self.samples)
         self._limit = memory_limit
         steps = max(1, self.samples // global_batch_size)

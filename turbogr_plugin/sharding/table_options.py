@@ -178,7 +178,8 @@ def table_options(
         for sizes, offsets in [_cut(option, group, constraint, buckets), *_balanced_cuts(option, load, group)]:
             loads, algorithm = shard_loads(load, option.sharding_type, sizes, offsets, shape, settings)
             found.append(TableOption(option, load, sizes, offsets, loads, shape.block, algorithm))
-    return found
+    # fbgemm's tables on CPU end the process where a shard has no rows, and elsewhere such a shard is a rank wasted.
+    return [option for option in found if option.sizes.all()] or found
 
 
 def _cut(

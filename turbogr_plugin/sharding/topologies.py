@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def cluster(
     counts = {"nodes": nodes, "devices_per_node": devices_per_node, "nodes_per_domain": nodes_per_domain}
     for name, value in {**counts, "memory_bytes": memory_bytes, "memory_bandwidth": memory_bandwidth}.items():
         whole = name in counts
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive {'whole number' if whole else 'number'}, got {value!r}")
     if device not in ("npu", "cuda", "cpu"):
         raise ValueError(f"device must be npu, cuda or cpu, got {device!r}")
