@@ -79,6 +79,23 @@ def test_the_best_checkpoint_tests_alike(job: Job) -> None:
     assert runs.metrics(job.npu)["device"].startswith("npu")
 
 
+def test_groups_of_ranks_train_on_npu_as_all_ranks_on_cpu(tiny: Path) -> None:
+    train = ["train", "--config", "tiny.yaml", "--training.epochs", "2"]
+    commands = [
+        [*train, "--output", "whole-cpu"],
+        [*train, "--output", "groups-npu", "--device", "npu", "--groups.size", "1"],
+    ]
+    (tiny / "commands.json").write_text(json.dumps(commands))
+    done = forked.run_program([PROGRAM, "commands.json"], ranks=2, folder=tiny, timeout=runs.TIMEOUT)
+    assert done.returncode == 0, done.stderr[-6000:]
+    for rank in range(2):
+        assert [code for code, *_ in json.loads((tiny / f"outcomes-{rank}.json").read_text())] == [0, 0]
+        seen = json.loads((tiny / f"npu-{rank}.json").read_text())
+        assert (seen["cpu_fallbacks"], seen["races"]) == ({}, [])
+    # Gradients of the two groups are added in another order.
+    np.testing.assert_allclose(runs.losses(tiny / "groups-npu"), runs.losses(tiny / "whole-cpu"), rtol=1e-5)
+
+
 def test_no_operator_is_missing_and_no_use_of_memory_unordered(job: Job) -> None:
     for rank in job.seen:
         assert rank["cpu_fallbacks"] == {}

@@ -13,6 +13,7 @@ from turbogr_plugin.cli import main
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.models.hstu import HSTUConfig
 from turbogr_plugin.models.sizes import SIZES, SizeName
+from turbogr_plugin.sharding.groups_config import GroupsConfig
 from turbogr_plugin.training import jobs
 from turbogr_plugin.training.config import DataConfig, EvaluationConfig, RunConfig, TrainingConfig
 
@@ -205,6 +206,11 @@ def test_a_file_that_is_no_mapping_ends_with_code_2(
         (lambda: EvaluationConfig(chunk_items=0), "evaluation.chunk_items must be at least 1"),
         (lambda: EvaluationConfig(max_users=-1), "evaluation.max_users must be at least 0"),
         (lambda: EvaluationConfig(cutoffs=[]), "evaluation.cutoffs"),
+        (lambda: GroupsConfig(size=-1), "groups.size must be a number of ranks, 0 or auto, got -1"),
+        (lambda: GroupsConfig(size=2, wire="int8"), "groups.wire must be one of fp32, bf16, fp16, got 'int8'"),  # type: ignore[arg-type]
+        (lambda: GroupsConfig(size="auto"), "groups.size auto and groups.topology, .* belong together"),
+        (lambda: GroupsConfig(size=2, topology="links.json"), "got size 2 and topology 'links.json'"),
+        (lambda: GroupsConfig(wire="fp16"), "groups.wire is of groups: it needs a groups.size"),
         (lambda: DataConfig(store="x", workers=-1), "data.workers must be at least 0"),
         (
             lambda: RunConfig(output="x", data=DataConfig(store="x"), timeout_minutes=float("nan")),

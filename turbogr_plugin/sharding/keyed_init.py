@@ -11,9 +11,9 @@ import zlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from turbogr_plugin.kernels.keyed_random import Purpose, keyed_words
+from turbogr_plugin.sharding.local_shards import is_sharded, local_shards, whole_shape
 
 _CHUNK_ROWS = 1 << 14
 
@@ -59,14 +59,13 @@ def init_sharded_tables(model: nn.Module, tables: dict[str, str], *, seed: int, 
     state = model.state_dict()
     for name, table in tables.items():
         weight = state[name]
-        assert isinstance(weight, ShardedTensor)
-        dim = weight.metadata().size[1]
-        for shard in weight.local_shards():
-            first_row, first_column = shard.metadata.shard_offsets
-            rows, columns = shard.tensor.shape
+        assert is_sharded(weight)
+        dim = whole_shape(weight)[1]
+        for first_row, first_column, shard in local_shards(weight):
+            rows, columns = shard.shape
             for start in range(0, rows, _CHUNK_ROWS):
                 end = min(start + _CHUNK_ROWS, rows)
                 # On the host: float64, which NPUs lack, and logarithms that are the same for every device.
                 rows_here = torch.arange(first_row + start, first_row + end)
                 values = keyed_normal_rows(table, rows_here, dim, seed=seed, std=std)
-                shard.tensor[start:end].copy_(values[:, first_column : first_column + columns])
+                shard[start:end].copy_(values[:, first_column : first_column + columns])

@@ -18,6 +18,7 @@ from turbogr_plugin.models.hstu import HSTUConfig
 from turbogr_plugin.models.retrieval import LossConfig
 from turbogr_plugin.negatives.uniform import NegativesConfig
 from turbogr_plugin.sharding.balance_config import BalanceConfig
+from turbogr_plugin.sharding.groups_config import GroupsConfig
 from turbogr_plugin.training.gradient_scale import LossReduction
 from turbogr_plugin.training.item_corpus import DEFAULT_CHUNK_ITEMS
 from turbogr_plugin.training.metrics import DEFAULT_CUTOFFS
@@ -133,6 +134,8 @@ class RunConfig:
     "Both optimizers."
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     "Of samples over ranks."
+    groups: GroupsConfig = field(default_factory=GroupsConfig)
+    "Of ranks that hold the tables once."
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     "How the stages of steps overlap."
     training: TrainingConfig = field(default_factory=TrainingConfig)

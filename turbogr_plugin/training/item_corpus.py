@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.models.retrieval import l2_normalize
+from turbogr_plugin.sharding.local_shards import is_cut_by_columns, is_sharded, local_shards, whole_shape
 
 #: Items per chunk: 64 MB of fp32 scores at 1,024 queries.
 DEFAULT_CHUNK_ITEMS = 16_384
@@ -39,15 +39,23 @@ class ItemShard(NamedTuple):
 
 
 def local_item_rows(
-    entry: object, num_items: int, *, process_group: dist.ProcessGroup | None = None
+    entry: object,
+    num_items: int,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    replica: int = 0,
+    replicas: int = 1,
 ) -> list[ItemShard]:
     """The rows of the item table that this rank scores, as views, from an entry of a model's `state_dict()`.
 
     Args:
-        entry: TorchRec's ShardedTensor (row_wise, table_row_wise, table_wise) or a plain Tensor that every rank holds
-            whole (data_parallel, or an unsharded model); of the latter each rank takes its even share of the rows.
+        entry: TorchRec's ShardedTensor or DTensor (row_wise, table_row_wise, table_wise) or a plain Tensor that every
+            rank holds whole (data_parallel, or an unsharded model); of the latter each rank takes its even share of the
+            rows.
         num_items: number of items I; the table must have exactly as many rows.
         process_group: the group that shares the evaluation; None is the default group.
+        replica: which of the replicas of a sharded table this rank holds, and
+        replicas: how many there are (groups of ranks); each takes its even share of the rows of a shard.
 
     Returns:
         Shards in ascending order of rows; an empty list on a rank that holds none.
@@ -56,27 +64,29 @@ def local_item_rows(
         InputError: the table has another number of rows, or is sharded by columns. Raised on every rank.
         TypeError: `entry` is of another type.
     """
-    if not isinstance(entry, Tensor) or isinstance(entry, DTensor):
+    if not isinstance(entry, Tensor) or (isinstance(entry, DTensor) and not is_sharded(entry)):
         raise TypeError(
-            f"the item table's state is a {type(entry).__name__}; a ShardedTensor or a plain Tensor is expected "
-            f"(build the sharding environment with output_dtensor=False)"
+            f"the item table's state is a {type(entry).__name__}; a ShardedTensor or DTensor of TorchRec's or a plain "
+            "Tensor is expected"
         )
-    # Not entry.size(): on a ShardedTensor it goes through a deprecated dispatch that warns.
-    size = list(entry.metadata().size if isinstance(entry, ShardedTensor) else entry.size())
+    size = list(whole_shape(entry))
     if len(size) != 2 or size[0] != num_items:
         raise InputError(
             f"the item table has shape {size}, the corpus has {num_items} items: the model belongs to another store; "
             f"evaluate it on the store it was trained on"
         )
-    if isinstance(entry, ShardedTensor):
-        if any(shard.shard_sizes[1] != size[1] for shard in entry.metadata().shards_metadata):
+    if is_sharded(entry):
+        if is_cut_by_columns(entry):
             raise InputError(
                 "the item table is sharded by columns (column_wise, table_column_wise or grid_shard), so no rank holds "
                 "whole item vectors to score; allowed sharding types for it are row_wise, table_row_wise, table_wise "
                 "and data_parallel: constrain the planner to one of them"
             )
-        shards = [ItemShard(shard.metadata.shard_offsets[0], shard.tensor.detach()) for shard in entry.local_shards()]
-        return sorted(shards, key=lambda shard: shard.first_row)
+        shards = []
+        for first_row, _, rows in local_shards(entry):
+            first, last = (rows.size(0) * number // replicas for number in (replica, replica + 1))
+            shards.append(ItemShard(first_row + first, rows[first:last]))
+        return shards
     exchange = RankExchange(entry.device, process_group)
     first, last = (num_items * r // exchange.world_size for r in (exchange.rank, exchange.rank + 1))
     return [ItemShard(first, entry.detach()[first:last])]

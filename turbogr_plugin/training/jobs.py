@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from turbogr_plugin.backend.matmul_precision import set_matmul_precision
 from turbogr_plugin.data.prepare import prepare
 from turbogr_plugin.data.store import InteractionStore, is_store
 from turbogr_plugin.errors import InputError
+from turbogr_plugin.sharding.groups_config import GroupsConfig
 from turbogr_plugin.training.checkpoints import find_checkpoint, latest_checkpoint
 from turbogr_plugin.training.config import DataConfig, RunConfig
 from turbogr_plugin.training.evaluation import EvaluationResult
@@ -78,6 +79,11 @@ def _session(config: RunConfig, *, make_store: bool = False) -> Iterator[Session
         yield Session(config, _open_store(config.data, group, make=make_store), group, device)
 
 
+def _ungrouped(config: RunConfig) -> RunConfig:
+    """Groups serve training; weights are read by any number of ranks."""
+    return replace(config, groups=GroupsConfig())
+
+
 def _load(session: Session, name: str) -> None:
     """Loads the weights of a checkpoint of the run by name."""
     folder = session.checkpoints
@@ -109,7 +115,7 @@ def train(config: RunConfig, *, resume: bool) -> dict[str, Any] | None:
 
 def evaluate(config: RunConfig, checkpoint: str) -> EvaluationResult | None:
     """Tests a checkpoint of a run; the result on rank 0, None elsewhere."""
-    with _session(config) as session:
+    with _session(_ungrouped(config)) as session:
         _load(session, checkpoint)
         result = session.evaluate("test")
         return result if session.rank == 0 else None
@@ -122,7 +128,7 @@ def recommend(config: RunConfig, checkpoint: str, raw_users: list[int], k: int) 
     beyond = [user for user in raw_users if not -(1 << 63) <= user < 1 << 63]
     if beyond:
         raise InputError(f"user ids are 64-bit integers, got {beyond[0]}")
-    with _session(config) as session:
+    with _session(_ungrouped(config)) as session:
         store = session.store
         users = store.user_indices(np.asarray(raw_users, dtype=np.int64))
         _load(session, checkpoint)

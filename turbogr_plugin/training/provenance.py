@@ -21,6 +21,7 @@ _RESUMED = (
     "negatives",
     "optimizer",
     "balance",
+    "groups.wire",
     "training.seed",
     "training.global_batch_size",
     "training.precision",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from turbogr_plugin.data.loader import EvaluationBatch, Held, evaluation_batch, evaluation_batches
 from turbogr_plugin.data.store import InteractionStore
+from turbogr_plugin.sharding.hierarchical_plan import HierarchicalShardingPlan
 from turbogr_plugin.training.assembly import ITEM_WEIGHT, build_model
 from turbogr_plugin.training.checkpoints import Checkpoint, load_checkpoint
 from turbogr_plugin.training.config import RunConfig
@@ -31,6 +32,9 @@ class Session:
         self.config, self.store, self.group, self.device = config, store, group, device
         self.rank, self.world_size = group.rank(), group.size()
         self.model = build_model(config, store, group, device)
+        plan = self.model.plan
+        self.grouped_plan = plan if isinstance(plan, HierarchicalShardingPlan) else None
+        self.group_size = self.world_size if self.grouped_plan is None else self.grouped_plan.group_size
         self.max_length = config.model.dimensions().max_length
         self.checkpoints = Path(config.output) / "checkpoints"
 
@@ -52,7 +56,13 @@ class Session:
         self.model.eval()
         try:
             yield ItemCorpus(
-                local_item_rows(self.model.state_dict()[ITEM_WEIGHT], self.store.num_items, process_group=self.group),
+                local_item_rows(
+                    self.model.state_dict()[ITEM_WEIGHT],
+                    self.store.num_items,
+                    process_group=self.group,
+                    replica=self.rank // self.group_size,
+                    replicas=self.world_size // self.group_size,
+                ),
                 num_items=self.store.num_items,
                 device=self.device,
                 normalize=self.config.loss.normalize,

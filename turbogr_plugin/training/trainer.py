@@ -157,6 +157,8 @@ class Trainer:
             found = f"resumed at step {self.position.step}{what_follows}"
             nothing = f"no checkpoint in {self.session.checkpoints}: starting anew"
             self.progress.say(found if self.position.step else nothing)
+        if self.progress and self.session.grouped_plan is not None:
+            self.progress.say(f"{self.session.grouped_plan}")
         while self.position.step < self.total_steps and not self._stops_early():
             epoch_end = (self.position.step // self.steps.steps_per_epoch + 1) * self.steps.steps_per_epoch
             epoch_batches = itertools.islice(batches, epoch_end - self.position.step)
