@@ -5,6 +5,7 @@ The content of a sample is a function of its number, so that whoever gets it can
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -108,9 +109,37 @@ def balance_each(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: balance(**case) for name, case in cases.items()}
 
 
+def resume_each(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """`resume` for several cases, one after the other."""
+    return {name: resume(**case) for name, case in cases.items()}
+
+
 def fail_each(cases: list[str]) -> dict[str, dict[str, Any]]:
     """`fail` for several cases, one after the other."""
     return {how: fail(how) for how in cases}
+
+
+def resume(sizes: list[list[int]], **options: Any) -> dict[str, Any]:
+    """What follows each position, saved ahead of what is given, and what an uninterrupted run gives."""
+    rank = dist.get_rank()
+
+    def start(drawn: int) -> BalancedBatches[Samples]:
+        stream = itertools.islice(_stream(sizes[rank], rank), drawn, None)
+        return BalancedBatches(stream, lengths=_tokens, cost=SequenceCost(linear=1.0, quadratic=0.01), **options)
+
+    first = start(0)
+    states, numbers = [first.state_dict()], []
+    for batch in first:
+        numbers.append(batch.numbers.tolist())
+        states.append(first.state_dict())
+    later = [first.state_dict(step=step) for step in range(len(numbers) + 1)]
+    following = []
+    for state in states:
+        again = start(state["drawn"])
+        again.load_state_dict(state)
+        following.append([batch.numbers.tolist() for batch in again])
+        assert again.state_dict()["step"] == len(numbers)
+    return {"numbers": numbers, "following": following, "same": later == states}
 
 
 def balance(sizes: list[list[int]], **options: Any) -> dict[str, Any]:

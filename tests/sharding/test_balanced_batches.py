@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": 3, "seed": 5},
     "memory limit": {"memory_limit": 1200},
 }
+RESUMED = ["unequal, single batches", "as many, window", "unequal, window", "one rank alone, window"]
 COST = SequenceCost(linear=1.0, quadratic=0.01)
 FAILURES = {
     "file": ("OSError", "RuntimeError", "shard-1.parquet is gone"),
@@ -53,6 +54,7 @@ def outcomes(ranks: RankPool) -> dict[str, Any]:
     }
     calls = {
         "balance": Call(f"{RUN}balance_each", {"cases": cases}, world_size=4),
+        "resume": Call(f"{RUN}resume_each", {"cases": {name: cases[name] for name in RESUMED}}, world_size=4),
         "plans": Call(f"{RUN}compare_plans", {}, world_size=4),
         "calibrate": Call(f"{RUN}calibrate", {}, world_size=4),
         "fail": Call(f"{RUN}fail_each", {"cases": list(FAILURES)}, world_size=4),
@@ -81,6 +83,35 @@ def test_every_sample_arrives_whole_and_once_and_all_ranks_stop_together(
     steps = max(len(batches) for batches in SIZES[sizes])
     assert {len(rank["numbers"]) for rank in of_ranks} == {steps}
     assert {rank["again"] for rank in of_ranks} == {0}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_run_goes_on_from_any_step_with_the_batches_that_would_have_followed(
+    outcomes: dict[str, Any], case: str
+) -> None:
+    for rank in _of_ranks(outcomes, "resume", case):
+        assert len(rank["following"]) == len(rank["numbers"]) + 1 > 2
+        assert rank["following"] == [rank["numbers"][step:] for step in range(len(rank["numbers"]) + 1)]
+        assert rank["same"]
+
+
+def test_positions_that_are_none_and_those_of_other_options_are_refused() -> None:
+    def batches(window: int) -> BalancedBatches[dict[str, torch.Tensor]]:
+        return BalancedBatches(
+            iter([{"x": torch.arange(4)}] * 3), lengths=lambda batch: batch["x"], cost=COST, window=window
+        )
+
+    state = batches(2).state_dict()
+    with pytest.raises(ValueError, match="state was saved with another cost, window"):
+        batches(1).load_state_dict(state)
+    drawn = batches(2)
+    next(drawn)
+    with pytest.raises(ValueError, match="must come before the first batch, 1 were given"):
+        drawn.load_state_dict(state)
+    for step in (2, -1):
+        with pytest.raises(ValueError, match=f"step must be one of the last windows' up to 1, got {step}"):
+            drawn.state_dict(step=step)
 
 
 @pytest.mark.timeout(120)

@@ -8,6 +8,9 @@ sample to the rank that is to train on it. A rank whose files have ended takes p
 all have ended; then all stop together. A rank may get no sample in a step and still gets a batch, with no rows.
 Where all ranks read one store, use `BalancedBatchSampler`: there no sample is sent.
 
+A run goes on from a position within a window: `state_dict(step=)` of each rank says how many of its own batches lie
+before that window, which the rank leaves out of what it reads again.
+
 Exchange takes place where the batches are, on the host by default, before they are copied to the device; the group
 should be one of its own (gloo), for its collectives must not mix with those of the training step. Left out: overlap
 with the training step, for which the iterator may be drawn from in a thread.
@@ -19,7 +22,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +37,18 @@ from turbogr_plugin.sharding.sample_columns import Column, batch_of, columns_of,
 from turbogr_plugin.sharding.sequence_cost import SequenceCost
 
 Batch = TypeVar("Batch")
+
+#: Windows whose positions are kept, for pipelines that draw ahead of what they train on.
+_KEPT = 64
+
+
+class _Window(NamedTuple):
+    """Where a window begins."""
+
+    step: int
+    round: int
+    drawn: int
+    """Batches that this rank had drawn before."""
 
 
 class BalancedBatches(Generic[Batch], Iterator[Batch]):
@@ -87,7 +102,9 @@ class BalancedBatches(Generic[Batch], Iterator[Batch]):
         self._options = zlib.crc32(repr((cost, window, spread, equal_counts, memory_limit, seed)).encode())
         self._ready: deque[Batch] = deque()
         self._empty: Batch | None = None
-        self._rounds = 0
+        self._next = _Window(0, 0, 0)
+        self._begun: deque[_Window] = deque(maxlen=_KEPT)
+        self._steps = self._skipped = 0
         self._ended = self._all_ended = False
 
     def __next__(self) -> Batch:
@@ -97,12 +114,50 @@ class BalancedBatches(Generic[Batch], Iterator[Batch]):
             StopIteration: the batches of all ranks have ended.
             Exception: what a rank's batches raised or what is wrong with them, on all ranks (`RankExchange.agree`).
         """
-        while not self._ready:
-            if self._all_ended:
-                raise StopIteration
-            self._fill()
-        batch = self._ready.popleft()
-        return batch if self._finish is None else self._finish(batch)
+        while True:
+            while not self._ready:
+                if self._all_ended:
+                    raise StopIteration
+                self._fill()
+            batch = self._ready.popleft()
+            if self._skipped:  # steps of the window before the position that was loaded
+                self._skipped -= 1
+                continue
+            self._steps += 1
+            return batch if self._finish is None else self._finish(batch)
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, int]:
+        """The position of this rank; each rank saves its own.
+
+        Args:
+            step: batches that training has done with; None: all that were given. A pipeline draws some ahead.
+
+        Raises:
+            ValueError: a step that was not reached, or is more than some dozens of windows past.
+        """
+        step = self._steps if step is None else step
+        windows = [window for window in (*self._begun, self._next) if window.step <= step]
+        if not 0 <= step <= self._steps or not windows:
+            raise ValueError(f"step must be one of the last windows' up to {self._steps}, got {step}")
+        return {**windows[-1]._asdict(), "step": step, "within": step - windows[-1].step, "options": self._options}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from a position, before the first batch is drawn.
+
+        Args:
+            state: of this rank; `batches` must begin after the first `state["drawn"]` of this rank's batches.
+
+        Raises:
+            ValueError: batches were drawn already, or the position is one of other options.
+        """
+        if self._begun:
+            raise ValueError(f"load_state_dict must come before the first batch, {self._steps} were given")
+        if state["options"] != self._options:
+            raise ValueError(
+                "state was saved with another cost, window, spread, equal_counts, memory_limit or seed: use the same"
+            )
+        self._steps, self._skipped = state["step"], state["within"]
+        self._next = _Window(state["step"] - state["within"], state["round"], state["drawn"])
 
     def _fill(self) -> None:
         """Draws, plans and exchanges one window."""
@@ -136,7 +191,9 @@ class BalancedBatches(Generic[Batch], Iterator[Batch]):
         position = self._plan(everywhere, steps)
         mine = position[sum(counts[: self._exchange.rank]) :][: len(tokens)]
         self._receive(columns, mine, position, counts, steps)
-        self._rounds += 1
+        self._begun.append(self._next)
+        step, number, before = self._next
+        self._next = _Window(step + steps, number + 1, before + len(drawn))
 
     def _take_apart(self, drawn: list[Batch]) -> tuple[list[Column], Tensor]:
         """The columns and lengths of all samples of some batches."""
@@ -184,7 +241,7 @@ class BalancedBatches(Generic[Batch], Iterator[Batch]):
         memory = None if self._limit is None else tokens.astype(np.float64)
         if steps == 1 or len(tokens) == 0:
             return assign(costs, ranks, equal_counts=self._equal_counts, memory=memory, limit=self._limit)
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, self._rounds])))
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, self._next.round])))
         mean = costs.sum() / (steps * ranks)
         band = choose_band(costs, steps=steps, ranks=ranks, mean=mean, spread=self._spread)
         return plan_window(
