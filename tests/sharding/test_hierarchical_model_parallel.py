@@ -21,6 +21,12 @@ EXACT: list[dict[str, Any]] = [
     {"optimizer": "ADAM", "groups": [2], "device": "npu"},
 ]
 MORE: list[dict[str, Any]] = [
+    *(
+        {"optimizer": optimizer, "groups": [1, 2, 4], "shared": shared}
+        for optimizer in ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD")
+        for shared in (True, False)
+    ),
+    *({"optimizer": "ADAM", "groups": [1, 2, 4], "device": "npu", "shared": shared} for shared in (True, False)),
     {"optimizer": "EXACT_ROWWISE_ADAGRAD", "groups": [1, 2], "exchange": "all_gather"},
     {"optimizer": "EXACT_ADAGRAD", "groups": [1], "shared": False, "exchange": "dense"},
     {"optimizer": "EXACT_ADAGRAD", "groups": [2], "sharding": "data_parallel"},
