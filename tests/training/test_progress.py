@@ -101,3 +101,11 @@ def test_lines_come_between_reads_of_the_losses_and_pauses_do_not_count(clock: C
     assert stream.getvalue().splitlines() == [
         "epoch 1, step 20/100, loss 2.0000, 200 tokens/s, about 0:40 of training left",
     ]
+
+
+def test_before_the_losses_were_read_a_line_tells_no_loss_and_no_rate(clock: Clock) -> None:
+    stream = io.StringIO()
+    progress = Progress(10, done=0, steps_per_epoch=5, stream=stream)
+    clock.now += 20
+    progress.tick(1)
+    assert stream.getvalue() == "epoch 1, step 1/10, about 3:00 of training left\n"

@@ -38,7 +38,8 @@ class Progress:
         self._stream, self._interval = stream, interval
         self._trained = 0.0  # seconds of training, without the pauses
         self._since = self._last_line = time.monotonic()
-        self._step, self._tokens, self._loss = done, 0, float("nan")
+        self._step, self._tokens = done, 0
+        self._loss: float | None = None  # not reported yet
         self._bar = (
             tqdm(total=total, initial=done, unit="step", file=stream, smoothing=0.05) if stream.isatty() else None
         )
@@ -56,17 +57,20 @@ class Progress:
         """Shows where training stands, where a line is due: cheap enough for every step."""
         self._step = step
         now = time.monotonic()
-        rate = self._tokens / max(self._trained, 1e-9)
+        if self._loss is None:
+            standing = ""
+        else:
+            standing = f"loss {self._loss:.4f}, {self._tokens / max(self._trained, 1e-9):,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {self._loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(standing, refresh=False)
             self._bar.update(step - self._bar.n)
         elif now - self._last_line >= self._interval or step == self._total:
             self._last_line = now
             seconds = self._trained + now - self._since
             left = seconds / max(step - self._first, 1) * (self._total - step)
             self.say(
-                f"epoch {-(-step // self._steps_per_epoch)}, step {step}/{self._total}, loss {self._loss:.4f}, "
-                f"{rate:,.0f} tokens/s, about {_clock(left)} of training left"
+                f"epoch {-(-step // self._steps_per_epoch)}, step {step}/{self._total}, "
+                f"{standing + ', ' if standing else ''}about {_clock(left)} of training left"
             )
 
     @contextmanager
