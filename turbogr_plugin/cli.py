@@ -15,7 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
@@ -233,19 +234,26 @@ def _doctor(arguments: Sequence[str]) -> int:
     return 1 if diagnosis.problems else 0
 
 
+def _run_module(
+    command: str, module: ModuleType, description: str | None, arguments: Sequence[str]
+) -> tuple[argparse.Namespace, Any]:
+    """Runs a command whose options and work stand in a module of their own: what was given, and what came out."""
+    parser = argparse.ArgumentParser(
+        prog=f"turbogr {command}", description=description, exit_on_error=False, allow_abbrev=False
+    )
+    module.add_arguments(parser)
+    given = parser.parse_args(arguments)
+    try:
+        return given, module.run(given)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
 def _plan(arguments: Sequence[str]) -> None:
     """Predict steps of the paper's models on clusters of growing size, and how their tables are sharded."""
     from turbogr_plugin.sharding import plan_command
 
-    parser = argparse.ArgumentParser(
-        prog="turbogr plan", description=_plan.__doc__, exit_on_error=False, allow_abbrev=False
-    )
-    plan_command.add_arguments(parser)
-    given = parser.parse_args(arguments)
-    try:
-        report = plan_command.run(given)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    given, report = _run_module("plan", plan_command, _plan.__doc__, arguments)
     print(json.dumps(report.as_json(), indent=2) if given.json else "\n".join(report.lines()))
 
 
@@ -253,15 +261,7 @@ def _measure_links(arguments: Sequence[str]) -> None:
     """Time the links between the ranks that run this, and write a topology for the planner."""
     from turbogr_plugin.sharding import measure_links_command
 
-    parser = argparse.ArgumentParser(
-        prog="turbogr measure-links", description=_measure_links.__doc__, exit_on_error=False, allow_abbrev=False
-    )
-    measure_links_command.add_arguments(parser)
-    given = parser.parse_args(arguments)
-    try:
-        measured = measure_links_command.run(given)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    given, measured = _run_module("measure-links", measure_links_command, _measure_links.__doc__, arguments)
     if measured is not None:
         print("\n".join([*measured.lines(), f"written to {given.output}"]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -44,16 +44,7 @@ BASE, SEMI_SYNC = TrainPipelineBase, TrainPipelineSemiSync
 
 def losses_of(pipeline: Any, source: Iterable[Any]) -> list[Tensor]:
     """What progress gives until the end."""
-    return list(_progress(pipeline, iter(source)))
-
-
-def _progress(pipeline: Any, source: Iterator[Any]) -> Iterator[Tensor]:
-    while True:
-        try:
-            shown = pipeline.progress(source)
-        except StopIteration:
-            return
-        yield shown
+    return list(small_model.outputs(pipeline, iter(source)))
 
 
 def trained(kind: Any, case: dict[str, Any], steps: int, **options: Any) -> tuple[list[float], dict[str, Tensor]]:

@@ -184,10 +184,11 @@ def plain_losses(model: DistributedModelParallel, source: list[Batch], device: t
 
 def pipeline_losses(pipeline: Any, source: Iterable[Batch]) -> list[float]:
     """Losses of a pipeline, read at the end: reading one makes the host wait."""
-    return torch.stack(list(_progress(pipeline, iter(source)))).tolist()
+    return torch.stack(list(outputs(pipeline, iter(source)))).tolist()
 
 
-def _progress(pipeline: Any, source: Iterator[Batch]) -> Iterator[Tensor]:
+def outputs(pipeline: Any, source: Iterator[Any]) -> Iterator[Tensor]:
+    """What progress gives until the end."""
     while True:
         try:
             shown = pipeline.progress(source)

@@ -26,7 +26,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.npu.ranks import forget_groups
 from tests.pipeline.small_model import Batch, sum_of_rows
-from tests.sharding.hierarchical_models import AnySharding, local_rows
+from tests.sharding.hierarchical_models import local_rows
+from tests.sharding.lookup_runs import TheirBags
 from turbogr_plugin.backend.collectives import timeout_of
 from turbogr_plugin.sharding import HierarchicalModelParallel, HierarchicalShardingPlan
 from turbogr_plugin.sharding.jagged_sharders import JaggedEmbeddingCollectionSharder
@@ -118,7 +119,7 @@ def sharded(kinds: Sequence[str], *, group: int | None = None, own_group: bool =
     model, ranks = Model(kinds), group or dist.get_world_size()
     fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
     sharders: list[Any] = [
-        AnySharding(fused_params=fused),
+        TheirBags(fused_params=fused),
         JaggedEmbeddingCollectionSharder(fused_params=fused, use_index_dedup=True),
     ]
     modules = {}

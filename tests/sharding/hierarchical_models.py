@@ -10,7 +10,6 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -23,13 +22,10 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.npu.ranks import forget_groups
-from tests.sharding.lookup_runs import device_of
+from tests.sharding.lookup_runs import OurBags, TheirBags, device_of
 from turbogr_plugin.sharding import HierarchicalModelParallel, HierarchicalShardingPlan
 from turbogr_plugin.sharding.jagged_lookup import table_modules
-from turbogr_plugin.sharding.jagged_sharders import (
-    JaggedEmbeddingBagCollectionSharder,
-    JaggedEmbeddingCollectionSharder,
-)
+from turbogr_plugin.sharding.jagged_sharders import JaggedEmbeddingCollectionSharder
 
 BAGS: dict[str, tuple[int, int, list[str]]] = {
     "b0": (64, 8, ["f0", "f3"]),
@@ -42,13 +38,6 @@ ROWS = {feature: rows for rows, _, features in TABLES.values() for feature in fe
 BATCH = 4
 BAG_KEYS = ["f0", "f1", "f2", "f3"]
 SEQUENCE_KEYS = ["q0", "q1", "q2"]
-
-
-class AnySharding(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, which offers no row-wise bags on CPU."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return ["table_wise", "row_wise", "column_wise", "data_parallel"]
 
 
 class Model(nn.Module):
@@ -105,16 +94,12 @@ def factors(part: Tensor) -> Tensor:
     return (rows + columns - 2).float() / 4
 
 
-class _OurLookup(JaggedEmbeddingBagCollectionSharder):
-    sharding_types = AnySharding.sharding_types
-
-
 def sharders(optimizer: str, ours: bool = False, **fused_params: Any) -> list[Any]:
     """With our lookup in the tables, or with fbgemm's."""
     given = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.125, **fused_params}
     if ours:
-        return [_OurLookup(fused_params=given), JaggedEmbeddingCollectionSharder(fused_params=given)]
-    return [AnySharding(fused_params=given), EmbeddingCollectionSharder(fused_params=given)]
+        return [OurBags(fused_params=given), JaggedEmbeddingCollectionSharder(fused_params=given)]
+    return [TheirBags(fused_params=given), EmbeddingCollectionSharder(fused_params=given)]
 
 
 def plan_of(model: Model, made: list[Any], sharding: str, group: int, device: torch.device, **extra: Any) -> Any:

@@ -27,7 +27,6 @@ from tests.pipeline import small_model
 from tests.sharding.hierarchical_models import (
     BAG_KEYS,
     SEQUENCE_KEYS,
-    AnySharding,
     Model,
     batch_of,
     build,
@@ -39,7 +38,7 @@ from tests.sharding.hierarchical_models import (
     sharders,
     trained,
 )
-from tests.sharding.lookup_runs import device_of
+from tests.sharding.lookup_runs import TheirBags, device_of
 from tests.sharding.planned import planner
 from turbogr_plugin.sharding import HierarchicalModelParallel, HierarchicalShardingPlan, cpu_topology
 from turbogr_plugin.sharding.sparse_exchange import LookupExchange
@@ -362,7 +361,7 @@ def pipelined(*, name: str, group: int | None, device: str = "cpu") -> list[floa
     model = small_model.Model(where)
     tables = [value for value in model.parameters() if value.is_meta]
     apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": 0.1, "eps": 1e-6})
-    made: list[Any] = [AnySharding(), EmbeddingCollectionSharder()]
+    made: list[Any] = [TheirBags(), EmbeddingCollectionSharder()]
     ranks = group or dist.get_world_size()
     modules = {}
     for place, sharder in zip(("bags", "sequences"), made, strict=True):

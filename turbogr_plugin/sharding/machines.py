@@ -51,6 +51,37 @@ def _sources(**fields: str) -> Mapping[str, str]:
     return MappingProxyType(fields)
 
 
+def _dgx(
+    gpu: str, *, memory: int, memory_speed: int, nvlink: tuple[int, int], nic: tuple[str, int], tflops: float
+) -> Machine:
+    """A DGX host: 8 GPUs on NVLink, a network card for each.
+
+    Args:
+        gpu: its name.
+        memory: GB of a GPU.
+        memory_speed: GB/s of its memory.
+        nvlink: generation, and GB/s of a GPU in one direction.
+        nic: card, and Gbit/s of it.
+        tflops: of dense products in bf16.
+    """
+    (generation, nvlink_speed), (card, gbits) = nvlink, nic
+    return Machine(
+        name=f"dgx-{gpu.lower()}",
+        device="cuda",
+        devices_per_node=8,
+        memory_bytes=memory * GB,
+        memory_bandwidth=memory_speed * GB,
+        intra_node_bandwidth=nvlink_speed * GB,
+        inter_node_bandwidth=gbits * GB / 8,
+        peak_flops=tflops * 1e12,
+        sources=_sources(
+            **dict.fromkeys(("devices_per_node", "memory_bytes", "memory_bandwidth", "peak_flops"), _NVIDIA),
+            intra_node_bandwidth=f"NVLink {generation}, {_NVIDIA}",
+            inter_node_bandwidth=f"DGX {gpu} data sheet: one {card} of {gbits} Gbit/s per GPU",
+        ),
+    )
+
+
 _TABLE = (
     Machine(
         name="atlas-800t-a2",
@@ -88,51 +119,9 @@ _TABLE = (
             peak_flops=f"376 TFLOP/s per die in fp16 and bf16, {_CLOUDMATRIX}",
         ),
     ),
-    Machine(
-        name="dgx-a100",
-        device="cuda",
-        devices_per_node=8,
-        memory_bytes=80 * GB,
-        memory_bandwidth=2_039 * GB,
-        intra_node_bandwidth=300 * GB,
-        inter_node_bandwidth=25 * GB,
-        peak_flops=312e12,
-        sources=_sources(
-            **dict.fromkeys(("devices_per_node", "memory_bytes", "memory_bandwidth", "peak_flops"), _NVIDIA),
-            intra_node_bandwidth=f"NVLink 3, {_NVIDIA}",
-            inter_node_bandwidth="DGX A100 data sheet: one ConnectX-6 of 200 Gbit/s per GPU",
-        ),
-    ),
-    Machine(
-        name="dgx-h100",
-        device="cuda",
-        devices_per_node=8,
-        memory_bytes=80 * GB,
-        memory_bandwidth=3_350 * GB,
-        intra_node_bandwidth=450 * GB,
-        inter_node_bandwidth=50 * GB,
-        peak_flops=989.4e12,
-        sources=_sources(
-            **dict.fromkeys(("devices_per_node", "memory_bytes", "memory_bandwidth", "peak_flops"), _NVIDIA),
-            intra_node_bandwidth=f"NVLink 4, {_NVIDIA}",
-            inter_node_bandwidth="DGX H100 data sheet: one ConnectX-7 of 400 Gbit/s per GPU",
-        ),
-    ),
-    Machine(
-        name="dgx-h200",
-        device="cuda",
-        devices_per_node=8,
-        memory_bytes=141 * GB,
-        memory_bandwidth=4_800 * GB,
-        intra_node_bandwidth=450 * GB,
-        inter_node_bandwidth=50 * GB,
-        peak_flops=989.4e12,
-        sources=_sources(
-            **dict.fromkeys(("devices_per_node", "memory_bytes", "memory_bandwidth", "peak_flops"), _NVIDIA),
-            intra_node_bandwidth=f"NVLink 4, {_NVIDIA}",
-            inter_node_bandwidth="DGX H200 data sheet: one ConnectX-7 of 400 Gbit/s per GPU",
-        ),
-    ),
+    _dgx("A100", memory=80, memory_speed=2_039, nvlink=(3, 300), nic=("ConnectX-6", 200), tflops=312),
+    _dgx("H100", memory=80, memory_speed=3_350, nvlink=(4, 450), nic=("ConnectX-7", 400), tflops=989.4),
+    _dgx("H200", memory=141, memory_speed=4_800, nvlink=(4, 450), nic=("ConnectX-7", 400), tflops=989.4),
 )
 
 MACHINES: Mapping[str, Machine] = MappingProxyType({machine.name: machine for machine in _TABLE})
