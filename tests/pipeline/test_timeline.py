@@ -1,33 +1,21 @@
-"""Where the time of a step goes: the arithmetic against counted ticks, the parser, recording, and what is written."""
+"""Where the time of a step goes: the arithmetic against counted ticks, the parser, and what is written."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import threading
-import time
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.profiler import record_function
 
-from tests.pipeline import small_model
-from turbogr_plugin.backend.collectives import process_group
-from turbogr_plugin.pipeline import TrainPipelineFineGrained
 from turbogr_plugin.pipeline.span_unions import difference, length, stacked, union, within
 from turbogr_plugin.pipeline.stage_spans import AFTER_STEPS, Kind, Span, spans_of_trace
 from turbogr_plugin.pipeline.timeline import StepTimes, Timeline, step_times, trace_events
 from turbogr_plugin.pipeline.timeline_picture import Bar, Row, colours_of, draw_timeline, rows_of
-from turbogr_plugin.pipeline.timeline_recording import TimelineRecording
 
-CPU = torch.device("cpu")
 TICKS = 40
 INTERVALS = st.lists(st.tuples(st.integers(0, TICKS), st.integers(0, TICKS)).map(sorted).map(tuple), max_size=12)
 
@@ -230,96 +218,6 @@ def test_the_picture_has_the_callers_lane_first_and_where_the_time_goes_last(tmp
         draw_timeline(timeline, tmp_path / "none.png", steps=0)
 
 
-@pytest.fixture(scope="module")
-def _one_rank() -> Iterator[None]:
-    with process_group(CPU, timeout=timedelta(seconds=20)):
-        yield
-
-
-def work(seconds: float, batch: int) -> None:
-    """A stage on another thread that computes, waits and sends."""
-    with record_function(f"## lookup {batch} ##"):
-        torch.ones(64, 64).mm(torch.ones(64, 64))
-        time.sleep(seconds)
-        dist.all_reduce(torch.ones(1000))
-
-
-def run(recording: TimelineRecording, calls: int) -> None:
-    """A pipeline of a dense stage here and a sparse one on a thread that lives longer than the recording."""
-    todo, done, go = threading.Event(), threading.Event(), [True]
-
-    def lane() -> None:
-        while todo.wait() and go[0]:
-            todo.clear()
-            work(0.001, 1)
-            done.set()
-
-    thread = threading.Thread(target=lane)
-    thread.start()
-    try:
-        for number in range(calls):
-            with recording.step():
-                todo.set()
-                # The pipeline's own mark of a step is none of the recording's.
-                with record_function(f"## step {number} ##"):
-                    with record_function(f"## dense_forward {number + 20} ##"), record_function("compute"):
-                        time.sleep(0.002)
-                    assert done.wait(10)
-                done.clear()
-            time.sleep(0.003)
-    finally:
-        go[0] = False
-        todo.set()
-        thread.join()
-
-
-@pytest.mark.usefixtures("_one_rank")
-def test_a_recording_sees_stages_and_collectives_of_threads_that_were_there_before() -> None:
-    recording = TimelineRecording(
-        3, CPU, compute=["compute"], lane_of_stage={"dense_forward": "dense"}, numbered_by="dense_forward"
-    )
-    assert not recording.done
-    run(recording, 6)
-    assert recording.done
-    timeline = recording.timeline()
-    assert timeline.numbers == (21, 22, 23)  # the first call and those after the fourth are not counted
-    by_lane = {lane: {span.name for span in timeline.spans if span.lane == lane} for lane in timeline.lanes}
-    assert {timeline.lanes[lane]: names & {"dense_forward", "lookup"} for lane, names in by_lane.items()}["dense"] == {
-        "dense_forward"
-    }
-    assert sum("lookup" in names for names in by_lane.values()) == 1
-    inside = [span for span in timeline.spans if span.kind is Kind.COMMUNICATION]
-    assert len(inside) == 3 and {span.name for span in inside} == {"gloo:all_reduce"}
-    for step in timeline.steps:
-        assert step.compute >= 0.002 and step.communication > 0
-        assert step.duration >= 0.005  # until the next call, of the last one, too
-        assert step.compute_share + step.exposed_share + step.other_share == pytest.approx(1, abs=1e-9)
-    assert recording.timeline() is timeline
-
-
-@pytest.mark.usefixtures("_one_rank")
-def test_a_run_that_ends_within_the_recording_leaves_the_steps_before() -> None:
-    recording = TimelineRecording(9, CPU)
-    run(recording, 2)
-    with recording.step(number=17):
-        work(0.001, 1)
-    with pytest.raises(StopIteration), recording.step():
-        raise StopIteration
-    assert recording.done and recording.timeline().numbers == (0, 17)
-    assert recording.timeline().counted == "the operators on the host, as the trace has no kernels"
-    assert all(step.compute > 0 for step in recording.timeline().steps)
-
-
-def test_a_recording_without_a_step_says_so() -> None:
-    recording = TimelineRecording(1, CPU)
-    with recording.step():
-        pass
-    with pytest.raises(RuntimeError, match="no step was recorded: the first of 1 calls is not counted"):
-        recording.timeline()
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        TimelineRecording(0, CPU)
-
-
 def test_the_picture_leaves_out_the_parts_of_a_stage() -> None:
     spans = [
         *two_steps(),
@@ -328,32 +226,6 @@ def test_the_picture_leaves_out_the_parts_of_a_stage() -> None:
     ]
     rows = rows_of(Timeline.of_spans(spans), 100, 130)
     assert [bar.name for bar in rows[1].bars] == ["lookup", "load"]
-
-
-@pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_the_timeline_of_the_fine_grained_pipeline_has_its_stages_in_their_lanes(staleness: int) -> None:
-    model = small_model.sharded(CPU)
-    pipeline: Any = TrainPipelineFineGrained(model, small_model.dense_optimizer(model), CPU, staleness=staleness)
-    source = iter(small_model.batches(12))
-    pipeline.progress(source)
-    recording = pipeline.timeline(4)
-    while not recording.done:
-        pipeline.progress(source)
-    timeline = recording.timeline()
-    pipeline.detach()
-    first = timeline.numbers[0]
-    assert timeline.numbers == (first, first + 1, first + 2, first + 3)
-    found: dict[str, set[str]] = {}
-    for each in timeline.spans:
-        if each.kind is Kind.STAGE and each.name in {stage.name for stage in pipeline.schedule.stages}:
-            found.setdefault(timeline.lanes[each.lane], set()).add(each.name)
-    lanes: dict[str, set[str]] = {}
-    for stage in pipeline.schedule.stages:
-        lanes.setdefault(stage.lane, set()).add(stage.name)
-    assert found == lanes
-    assert {each.name for each in timeline.spans if each.kind is Kind.COMMUNICATION}
-    assert timeline.mean.compute > 0
 
 
 def test_torchrecs_own_stages_have_the_colours_of_what_they_do() -> None:

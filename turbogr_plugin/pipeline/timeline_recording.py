@@ -10,6 +10,9 @@
 are counted and for one after them: a span is known only if it begins and ends under the profiler, and collectives of
 neighbouring steps reach into the first and the last one. If the run ends before, what is there is counted.
 
+A process has one profiler at a time: two that overlap end each other, and reading the first one then crashes. So a
+recording does not begin while another one, or the user's own profiler, is running.
+
 Without `profile_all_threads` torch's profiler sees the thread that started it and no other, and a collective that a
 worker thread issues looks absent.
 
@@ -22,12 +25,14 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import profiler as torch_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from turbogr_plugin.pipeline.schedule import Schedule
@@ -71,13 +76,14 @@ class TimelineRecording:
         )
         self._calls = 0
         self._counted = 0
-        self._running = False
+        self._end: weakref.finalize[[], TimelineRecording] | None = None
+        self._done = False
         self._timeline: Timeline | None = None
 
     @property
     def done(self) -> bool:
         """Whether nothing more is recorded."""
-        return self._calls > 0 and not self._running
+        return self._done
 
     @contextlib.contextmanager
     def step(self, number: int | None = None) -> Iterator[None]:
@@ -87,13 +93,15 @@ class TimelineRecording:
             number: of the step, to be shown; None: see `numbered_by`.
 
         If the block raises (StopIteration at the end of the data), the recording ends with the steps before.
+
+        Raises:
+            RuntimeError: it would be the first call, and another profiler is running in this process.
         """
         if self.done:
             yield
             return
-        if not self._calls:
-            self._profile.start()
-            self._running = True
+        if self._end is None:
+            self._start()
         call, self._calls = self._calls, self._calls + 1
         counts = 1 <= call <= self._steps
         mark = f"recorded call {call - 1}" if number is None else f"recorded step {number}"
@@ -107,11 +115,22 @@ class TimelineRecording:
         if call > self._steps:
             self.stop()
 
+    def _start(self) -> None:
+        if torch_profiler._is_profiler_enabled:
+            raise RuntimeError(
+                "a timeline cannot be recorded while another profiler is running in this process: end that one (the "
+                "stop() of a recording), or begin when it is over."
+            )
+        self._profile.start()
+        # Also for a recording that nobody holds any more: its profiler would slow down all that follows.
+        self._end = weakref.finalize(self, self._profile.stop)
+        self._end.atexit = False
+
     def stop(self) -> None:
-        """Ends the recording with the steps that are there."""
-        if self._running:
-            self._running = False
-            self._profile.stop()
+        """Ends the recording with the steps that are there; one that has not begun never will."""
+        self._done = True
+        if self._end is not None:
+            self._end()  # once
 
     def timeline(self) -> Timeline:
         """The steps that were recorded; ends the recording.

@@ -230,7 +230,16 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
 
         Returns:
             the recording; once it is `done`, its `timeline()` has the numbers, the trace and the picture.
+
+        Raises:
+            ValueError: steps is less than 1.
+            RuntimeError: an earlier recording is not over.
         """
+        if self._recording is not None and not self._recording.done:
+            raise RuntimeError(
+                "the timeline that was asked for before is not over: call progress until its recording is done, or end "
+                "the recording with stop()"
+            )
         lanes = {stage.name: stage.lane for stage in self._schedule.stages}
         self._recording = TimelineRecording(steps, self._device, lane_of_stage=lanes, numbered_by=DENSE_FORWARD)
         return self._recording
@@ -294,6 +303,8 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
         close_lanes(self._lanes)  # one that has failed does nothing more
 
     def close(self) -> None:
-        """Ends the threads; a pipeline that is freed ends them, too."""
+        """Ends the threads and a recording of the timeline; a pipeline that is freed ends its threads, too."""
+        if self._recording is not None:
+            self._recording.stop()
         self._failures.close()
         self._closer()
