@@ -534,6 +534,37 @@ def test_with_staleness_a_step_does_not_wait_for_its_update() -> None:
     assert done == [True, False]
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.3])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_gradients_of_the_last_batch_stay_however_late_a_lane_learns_of_the_end(staleness: int, pause: float) -> None:
+    def source() -> Iterator[Any]:
+        yield from _source(4)
+        time.sleep(pause)
+
+    run, exact = Run(staleness=staleness), Run(staleness=staleness)
+    exact.losses(iter(_source(4)), 4)  # the end is not asked for
+    run.losses(source())
+    left = [value.grad for value in run.model.module.logit.parameters()]
+    assert all(
+        torch.equal(own, other.grad) for own, other in zip(left, exact.model.module.logit.parameters(), strict=True)
+    )
+    assert run.losses(iter([])) == []
+    assert [value.grad is own for own, value in zip(left, run.model.module.logit.parameters(), strict=True)] == [
+        True
+    ] * 2
+
+
+def test_the_caller_may_zero_gradients_while_the_tables_are_still_updated() -> None:
+    undisturbed, run = (Run(staleness=1, schedule=_with_slow_update()) for _ in range(2))
+    expected, source, losses = undisturbed.losses(iter(_source(3))), iter(_source(3)), []
+    for _ in range(3):
+        losses += run.losses(source, 1)
+        run.pipeline._optimizer.zero_grad()
+        assert run.pipeline._unfinished
+    assert losses == expected
+    assert _same(run.values(), undisturbed.values())
+
+
 def test_every_stage_of_every_batch_is_a_range_in_a_profile() -> None:
     run = Run(staleness=1)
     from torch._C._profiler import _ExperimentalConfig

@@ -106,7 +106,7 @@ class ScheduledStages(FineGrainedStages[In, Out]):
         if self._model.training:
             self._choose_tables(context.number)
             self._look_up_again(source)
-            if not context.exhausted:
+            if self._is_there(context):
                 self._optimizer.zero_grad()  # in front of the lookups: it tells the tables their learning rates
         else:
             self._finish()
@@ -139,6 +139,16 @@ class ScheduledStages(FineGrainedStages[In, Out]):
     def _begin(self) -> None:
         """The other lanes will see what the caller has written until now, such as tables that were loaded."""
         self._before = self._lane("dense").submit(_nothing, [])
+
+    def _is_there(self, context: FineGrainedContext) -> bool:
+        """Whether the ranks have the batch; waits for less than the dense part of the batch is going to wait for.
+
+        Else the gradients that the last batch has left would be zeroed behind it, or not, as fast as a lane is.
+        """
+        if FEATURE_DIST not in context.runs:
+            self._submit(self._schedule[FEATURE_DIST], context)
+        context.runs[FEATURE_DIST].wait()
+        return not context.exhausted
 
     def _hand_out(self, stage: Stage, source: BatchSource) -> None:
         """A row of the table, for all batches that are due."""

@@ -155,7 +155,7 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
 
         The update of the tables is done when this returns if the next batch has staleness 0; else see `finish`. Batches
         in flight stay with the iterator that they come from. It is advanced from another thread, while this runs and
-        afterwards.
+        afterwards. The gradients of the dense part are the caller's between two calls, and stay after the last batch.
 
         Returns:
             what the model gives besides the losses.
@@ -194,7 +194,8 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
         """Waits until the tables hold the updates of all batches whose dense part is done.
 
         `detach`, an evaluation step and `state_dict` of the sharded modules call it. Who reads tables in another way
-        between two calls of progress calls it first, if the staleness is not 0.
+        between two calls of progress, or gradients of tables that are not the optimizer's, calls it first, if the
+        staleness is not 0.
 
         Raises:
             RankFailure: another rank has failed.
