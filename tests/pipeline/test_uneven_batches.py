@@ -142,6 +142,34 @@ def test_a_rank_that_cannot_make_empty_batches_is_named_by_all_before_they_start
         assert "RankFailure: rank 0 failed: ValueError: no empty batch here" in error
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_after_a_start_that_failed_and_reset_all_ranks_start_as_for_the_first_time(
+    ranks: RankPool, staleness: int
+) -> None:
+    nothing, other, good = [[2, 2], []], [[], [2, 1]], [[3, 2, 1], [2]]
+    run, same = f"{RUNS}:started_again", {"staleness": staleness}
+    calls = [
+        Call(run, {"starts": [good], **same}, 2),
+        Call(run, {"starts": [nothing, other, good], **same}, 2),  # one rank has no batch, then the other
+        Call(run, {"starts": [[[2], [2, 2, 1]], other], "no_empty_batch_in": 0, **same}, 2),
+        Call(run, {"starts": [good, good], "no_batch_in": 0, **same}, 2),
+    ]
+    fresh, swapped, no_empty_one, failing = (each.result() for each in ranks.run(calls))
+    given_none = "rank {} failed: its iterator has given no batch, of which"
+    for rank in range(2):
+        assert all(swapped[rank][start].startswith(given_none.format(1 - start)) for start in (0, 1))
+        assert swapped[rank][2] == failing[rank][1] == fresh[rank][0]
+        assert failing[rank][0] == "rank 0 failed: ValueError: no batch here"
+        assert no_empty_one[rank][0] == "rank 0 failed: ValueError: no empty batch here"
+        assert no_empty_one[rank][1].startswith(given_none.format(0))
+
+
+def test_after_a_reset_ranks_tell_each_other_of_later_failures_and_not_of_the_former(ranks: RankPool) -> None:
+    (outcome,) = ranks.run([Call(f"{RUNS}:failing_twice", {}, 2)])
+    for first, second in outcome.result():
+        assert first.endswith("the first") and second.endswith("the second")
+
+
 def test_a_forward_pass_that_raises_stop_iteration_is_no_end_of_the_data(ranks: RankPool) -> None:
     (outcome,) = ranks.run([Call(f"{RUNS}:stopping_in_the_forward_pass")])
     assert outcome.result() == [["RuntimeError", "stage dense_forward of batch 0 raised StopIteration"]]

@@ -60,6 +60,70 @@ def without_an_empty_batch(*, sizes: Sizes, fails: bool) -> None:
     _all_of(pipeline, iter(uneven_model.batches(sizes[rank], rank=rank)))
 
 
+def started_again(
+    *, starts: list[Sizes], staleness: int, no_batch_in: int | None = None, no_empty_batch_in: int | None = None
+) -> list[Any]:
+    """A pipeline that fills up, over iterators one after the other; reset() follows a failure.
+
+    Args:
+        starts: sizes of each iterator's batches, `[start][rank][step]`.
+        staleness: of the lookups.
+        no_batch_in: start in which the iterator of rank 0 raises.
+        no_empty_batch_in: start in which rank 0 cannot make an empty batch.
+
+    Returns:
+        by start the losses, or the message of what was raised.
+    """
+    model = uneven_model.sharded(["bags", "sequences"])
+    made: Any = TrainPipelineFineGrained
+    rank, now = dist.get_rank(), 0
+
+    def empty(last: Batch) -> Batch:
+        if (rank, now) == (0, no_empty_batch_in):
+            raise ValueError("no empty batch here")
+        return uneven_model.empty_from(last)
+
+    def source(sizes: Sequence[int], start: int) -> Iterator[Batch]:
+        if (rank, start) == (0, no_batch_in):
+            raise ValueError("no batch here")
+        yield from uneven_model.batches(sizes, rank=rank)
+
+    pipeline = made(
+        *(model, uneven_model.dense_optimizer(model), uneven_model.CPU),
+        when_exhausted="fill",
+        empty_batch=empty,
+        staleness=staleness,
+    )
+    found: list[Any] = []
+    for now, start in enumerate(starts):
+        try:
+            found.append(_all_of(pipeline, source(start[rank], now)))
+        except RuntimeError as error:
+            found.append(str(error))
+            pipeline.reset()
+    return found
+
+
+def failing_twice() -> list[str]:
+    """What a pipeline raises where the forward pass fails on all ranks, and fails otherwise after reset()."""
+    model = uneven_model.sharded(["sequences"])
+    made: Any = TrainPipelineFineGrained
+    reasons = iter(("the first", "the second"))
+
+    def fail(_: Batch) -> Any:
+        raise ArithmeticError(next(reasons))
+
+    pipeline = made(*(model, uneven_model.dense_optimizer(model), uneven_model.CPU), custom_model_fwd=fail)
+    found = []
+    for _ in range(2):
+        try:
+            pipeline.progress(iter(uneven_model.batches([2, 2], rank=dist.get_rank())))
+        except Exception as error:
+            found.append(str(error))
+        pipeline.reset()
+    return found
+
+
 def stopping_in_the_forward_pass() -> list[str]:
     """What the pipeline raises where a model's forward pass raises StopIteration, as a call of next() may."""
     model = uneven_model.sharded(["sequences"])

@@ -59,8 +59,12 @@ class FineGrainedStages(TrainPipelineSparseDist[In, Out]):
         self._context_of_thread = ContextOfThread()
         self._not_pipelined: list[str] = []
         self._input_dists_pending = False
-        self._last_batch: Any = None
         self._rates: TableRates | None = None
+        self._forget_last_batches()
+
+    def _forget_last_batches(self) -> None:
+        """On all ranks or on none: each knows of the others which of them have one."""
+        self._last_batch: Any = None
         self._with_last_batch: set[int] = set()  # ranks, by their place in the agreement
 
     def _load(self, context: FineGrainedContext) -> None:

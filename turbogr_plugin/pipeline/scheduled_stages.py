@@ -323,6 +323,7 @@ class ScheduledStages(FineGrainedStages[In, Out]):
                 run.error()
         self._in_flight.clear()
         self._unfinished.clear()
+        self._forget_last_batches()
         self._previous, self._issued = {}, {}
 
     def _rest(self) -> None:

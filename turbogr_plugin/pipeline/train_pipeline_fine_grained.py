@@ -297,10 +297,12 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
         self._prepared = False
 
     def reset(self) -> None:
-        """Forgets all batches in flight, and a failure; waits for the lanes to rest."""
+        """Forgets all batches, and a failure; waits for the lanes to rest. All ranks call it, or none."""
         self._give_up()
         super().reset()
         self._failure = None
+        self._failures.close()
+        self._failures = Failures(default_store())  # what the ranks told each other of the former failure is over
         close_lanes(self._lanes)  # one that has failed does nothing more
 
     def close(self) -> None:
