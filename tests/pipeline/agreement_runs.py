@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from turbogr_plugin.pipeline.rank_failure import RankFailure
+from turbogr_plugin.pipeline.rank_failure import RankFailure, RankInputError
 from turbogr_plugin.pipeline.step_agreement import BatchStatus, StepAgreement
 
 
@@ -16,7 +16,8 @@ def told(*, statuses: list[list[int]], device: str, group: list[int] | None = No
     """Exchanges step after step what `statuses[step][rank]` has, on all ranks or on those of `group`.
 
     Returns:
-        What each step answered, as numbers or as [rank, message] of a RankFailure; and the collectives that ran.
+        What each step answered, as numbers or as [rank, message, whether it is bad input] of a RankFailure; and
+        the collectives that ran.
     """
     rank = dist.get_rank()
     made = dist.new_group(group)
@@ -38,7 +39,7 @@ def told(*, statuses: list[list[int]], device: str, group: list[int] | None = No
             try:
                 answers.append([int(each) for each in agreement.exchange(status, f"rank {rank} \u4e2d \udcff" * 3)])
             except RankFailure as failure:
-                answers.append([failure.rank, failure.reason])
+                answers.append([failure.rank, failure.reason, isinstance(failure, RankInputError)])
     finally:
         dist.all_gather = gather
     return {"answers": answers, "collectives": calls}

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
 from tests.npu.ranks import Call, RankPool
-from turbogr_plugin.pipeline.rank_failure import RankFailure
-from turbogr_plugin.pipeline.step_agreement import BatchStatus, StepAgreement
+from turbogr_plugin.errors import InputError
+from turbogr_plugin.pipeline.rank_failure import RankFailure, RankInputError
+from turbogr_plugin.pipeline.step_agreement import BatchStatus, StepAgreement, failed_with
 
 CPU = torch.device("cpu")
-HAS, EXHAUSTED, FAILED = (int(status) for status in BatchStatus)
+HAS, EXHAUSTED, FAILED, BAD = (int(status) for status in BatchStatus)
 STATUSES = [
     [HAS, HAS, HAS, HAS],
     [HAS, EXHAUSTED, HAS, HAS],
     [HAS, EXHAUSTED, FAILED, FAILED],
     [EXHAUSTED, EXHAUSTED, EXHAUSTED, EXHAUSTED],
+    [HAS, BAD, FAILED, BAD],
 ]
 MODULE = "tests.pipeline.agreement_runs"
 
@@ -42,12 +45,14 @@ def test_all_ranks_learn_the_status_of_each_and_the_message_of_the_first_that_fa
     found: dict[str, list[Any]], device: str
 ) -> None:
     for rank in range(4):
-        assert found[device][rank]["answers"] == [STATUSES[0], STATUSES[1], [2, _message(2)], STATUSES[3]]
+        answers = [STATUSES[0], STATUSES[1], [2, _message(2), False], STATUSES[3], [1, _message(1), True]]
+        assert found[device][rank]["answers"] == answers
 
 
 def test_only_a_failure_takes_more_than_one_message(found: dict[str, list[Any]]) -> None:
     sizes_and_text = 2
-    assert found["cpu"][0]["collectives"] == len(STATUSES) + sizes_and_text
+    failures = 2
+    assert found["cpu"][0]["collectives"] == len(STATUSES) + failures * sizes_and_text
 
 
 def test_ranks_are_named_by_their_number_in_the_world_and_listed_by_that_in_the_group(
@@ -57,8 +62,9 @@ def test_ranks_are_named_by_their_number_in_the_world_and_listed_by_that_in_the_
         assert found["some"][rank]["answers"] == [
             [HAS, HAS],
             [EXHAUSTED, HAS],
-            [3, _message(3)],
+            [3, _message(3), False],
             [EXHAUSTED, EXHAUSTED],
+            [1, _message(1), True],
         ]
 
 
@@ -73,6 +79,14 @@ def test_a_single_process_agrees_with_itself() -> None:
         agreement.exchange(BatchStatus.FAILED, "no such file")
 
 
+def test_bad_input_is_told_without_its_type_and_is_bad_input_for_whoever_catches_it() -> None:
+    status, message = failed_with(InputError("line 3: no number"))
+    with pytest.raises(InputError, match=r"^rank 0 failed: line 3: no number$") as raised:
+        StepAgreement(None, CPU).exchange(status, message)
+    assert isinstance(pickle.loads(pickle.dumps(raised.value)), RankInputError)
+    assert failed_with(OSError("gone")) == (BatchStatus.FAILED, "OSError: gone")
+
+
 def test_a_status_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 is not a valid BatchStatus"):
-        StepAgreement(None, CPU).exchange(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="4 is not a valid BatchStatus"):
+        StepAgreement(None, CPU).exchange(4)  # type: ignore[arg-type]

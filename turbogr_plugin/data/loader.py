@@ -138,6 +138,25 @@ class TrainingSteps(Dataset[SequenceBatch]):
         )
 
 
+class _InputErrorsAsValues(Dataset[SequenceBatch | InputError]):
+    """The steps, with what they raise as a value: a worker would hand it on as a traceback of many lines."""
+
+    def __init__(self, steps: TrainingSteps) -> None:
+        self._steps = steps
+
+    def __getitem__(self, step: int) -> SequenceBatch | InputError:
+        try:
+            return self._steps[step]
+        except InputError as error:
+            return error
+
+
+def _raised(batch: SequenceBatch | InputError) -> SequenceBatch:
+    if isinstance(batch, InputError):
+        raise batch
+    return batch
+
+
 def training_batches(
     steps: TrainingSteps, first: int, last: int, *, workers: int, pin: bool = False
 ) -> Iterator[SequenceBatch]:
@@ -152,9 +171,9 @@ def training_batches(
         workers: processes; 0 collates in this one.
         pin: puts the batches into pinned memory, from which an accelerator copies without stopping the host.
     """
-    return iter(
+    loaded = iter(
         DataLoader(
-            steps,
+            _InputErrorsAsValues(steps),
             batch_size=None,
             sampler=range(first, last),
             num_workers=workers,
@@ -163,6 +182,7 @@ def training_batches(
             pin_memory=pin,
         )
     )
+    return map(_raised, loaded)
 
 
 @dataclass

@@ -28,10 +28,10 @@ from torchrec.streamable import Pipelineable
 from turbogr_plugin.backend.streams import HostStream, Stream, current_stream, record_stream
 from turbogr_plugin.pipeline.batches_in_flight import BatchSource
 from turbogr_plugin.pipeline.fine_grained_context import ContextOfThread, FineGrainedContext, KeptGradient
-from turbogr_plugin.pipeline.rank_failure import RankFailure, reason_of
+from turbogr_plugin.pipeline.rank_failure import RankFailure
 from turbogr_plugin.pipeline.ready_forward import ReadyForward, differentiable, record_output, wait_for_output
 from turbogr_plugin.pipeline.schedule import LOOKUP, LOOKUP_EXACT
-from turbogr_plugin.pipeline.step_agreement import BatchStatus, StepAgreement
+from turbogr_plugin.pipeline.step_agreement import BatchStatus, StepAgreement, failed_with
 from turbogr_plugin.pipeline.table_rates import TableRates
 from turbogr_plugin.pipeline.table_staleness import StalenessByTable
 from turbogr_plugin.sharding.hierarchical_model_parallel import HierarchicalModelParallel
@@ -101,9 +101,9 @@ class FineGrainedStages(TrainPipelineSparseDist[In, Out]):
         status = BatchStatus.EXHAUSTED if context.batch is None else BatchStatus.HAS_BATCH
         statuses = [status]
         if self._agreement is not None:
+            reason = ""
             if context.failure is not None:
-                status = BatchStatus.FAILED
-            reason = "" if context.failure is None else reason_of(context.failure)
+                status, reason = failed_with(context.failure)
             try:
                 statuses = self._agreement.exchange(status, reason)
             except RankFailure as failure:

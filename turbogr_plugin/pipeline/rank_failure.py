@@ -26,6 +26,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # as dist has them, for type checkers
 
+from turbogr_plugin.errors import InputError
+
 _logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # between two looks of the thread; a step that it finds twice is looked up in the store
@@ -46,7 +48,11 @@ class RankFailure(RuntimeError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[RankFailure], tuple[int, str]]:
-        return RankFailure, (self.rank, self.reason)
+        return type(self), (self.rank, self.reason)
+
+
+class RankInputError(RankFailure, InputError):
+    """The input of a rank is bad, which all ranks raise as bad input; the message names the rank and says what is."""
 
 
 def reason_of(exception: BaseException) -> str:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from turbogr_plugin.backend.rank_exchange import RankExchange
-from turbogr_plugin.pipeline.rank_failure import RankFailure
+from turbogr_plugin.errors import InputError
+from turbogr_plugin.pipeline.rank_failure import RankFailure, RankInputError, reason_of
 
 
 class BatchStatus(IntEnum):
@@ -25,6 +26,15 @@ class BatchStatus(IntEnum):
     HAS_BATCH = 0
     EXHAUSTED = 1
     FAILED = 2
+    BAD_INPUT = 3
+    """It has failed with what its user can mend."""
+
+
+def failed_with(exception: Exception) -> tuple[BatchStatus, str]:
+    """What a rank says of a batch that has raised."""
+    if isinstance(exception, InputError):
+        return BatchStatus.BAD_INPUT, str(exception)  # written for the user: it needs no type in front
+    return BatchStatus.FAILED, reason_of(exception)
 
 
 class StepAgreement:
@@ -44,18 +54,21 @@ class StepAgreement:
 
         Args:
             status: of this rank.
-            message: with FAILED: why, such as `reason_of` gives it.
+            message: with FAILED and BAD_INPUT: why, such as `failed_with` gives it.
 
         Raises:
-            RankFailure: on all ranks, the failing one too, if one has failed: the first of them, with its message.
+            RankFailure: on all ranks, the failing one too, if one has failed: the first of them, with its message; a
+                RankInputError where that is bad input.
             ValueError: `status` is none.
         """
         own = torch.tensor([BatchStatus(status)], dtype=torch.int64, device=self._exchange.device)
         told = self._exchange.gather_rows(own, sizes=[1] * len(self._ranks))
         statuses = [BatchStatus(int(each)) for each in told]
-        if BatchStatus.FAILED in statuses:
-            first = statuses.index(BatchStatus.FAILED)
-            raise RankFailure(self._ranks[first], self._exchange.gather_texts(message)[first])
+        failed = [rank for rank, each in enumerate(statuses) if each in (BatchStatus.FAILED, BatchStatus.BAD_INPUT)]
+        if failed:
+            first = failed[0]
+            kind = RankInputError if statuses[first] == BatchStatus.BAD_INPUT else RankFailure
+            raise kind(self._ranks[first], self._exchange.gather_texts(message)[first])
         return statuses
 
     def sum_(self, tensor: torch.Tensor) -> None:

@@ -162,7 +162,8 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
 
         Raises:
             StopIteration: there is no further batch.
-            RankFailure: another rank has failed.
+            RankFailure: another rank has failed, or the iterator of any; where it has raised InputError, a
+                RankInputError, which is an InputError, too.
             RuntimeError: the pipeline has failed before, or is closed.
         """
         if not self._closer.alive:
