@@ -216,6 +216,7 @@ def _run_job(job: Path, process: int, processes: int, patience: timedelta) -> No
     import torch.distributed as dist
 
     calls = [Call(**call) for call in json.loads((job / "calls.json").read_text())]
+    gc.unfreeze()  # once per job all is looked through: something may have been held only for a while
     control = dist.FileStore(str(job / "control"), processes)
     control.set_timeout(timedelta(hours=2))
     for size in (4, 2, 1):
@@ -293,6 +294,8 @@ def _end_world() -> None:
     with suppress(RuntimeError):
         dist.destroy_process_group()
     gc.collect()  # models hold groups in cycles, and gloo closes a connection when its group is freed
+    # What is left are the libraries: to look through them after each call took most of the time of short ones.
+    gc.freeze()
 
 
 if __name__ == "__main__":

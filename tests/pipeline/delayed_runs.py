@@ -124,8 +124,6 @@ def pipelined(
         empty_batch=uneven_model.empty_from,
     )
     losses, alive, batches = [], [], source()
-    gc.collect()
-    gc.freeze()  # what is alive by now is neither looked through nor counted: that would take longer than the steps
     with delays.everywhere() if longest else ExitStack():
         for step in range(steps):
             losses.append(float(pipeline.progress(batches)))
@@ -138,7 +136,6 @@ def pipelined(
         except StopIteration:
             ended = True
     pipeline.detach()
-    gc.unfreeze()
     return {
         "losses": losses,
         "weights": uneven_model.weights_of(model),
