@@ -41,6 +41,7 @@ from tests.sharding.hierarchical_models import (
 from tests.sharding.lookup_runs import TheirBags, device_of
 from tests.sharding.planned import planner
 from turbogr_plugin.sharding import HierarchicalModelParallel, HierarchicalShardingPlan, cpu_topology
+from turbogr_plugin.sharding.local_shards import is_cut_by_columns, is_sharded, local_shards, whole_shape
 from turbogr_plugin.sharding.sparse_exchange import LookupExchange
 
 
@@ -94,6 +95,35 @@ def _equal_states(states: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 def _difference(tables: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     """The largest, over the largest weight of its table."""
     return max(float((tables[name] - others[name]).abs().max() / tables[name].abs().max()) for name in tables)
+
+
+def shards_of_states(*, group: int | None, sharding: str) -> dict[str, Any]:
+    """What local_shards.py makes of the entries of a state dict: whether they give the tables, and more."""
+    model = build(group, sharding=sharding)
+    tables, _ = gathered(model, group or 4)
+    state = {name: entry for name, entry in model.state_dict().items() if is_sharded(entry)}
+    assert len(state) == len(tables)
+    mine = {name: local_shards(entry) for name, entry in state.items()}
+    assert all(shards == sorted(shards, key=lambda shard: shard[:2]) for shards in mine.values())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    same = []
+    for name, entry in state.items():
+        whole = torch.full(whole_shape(entry), float("nan"))
+        for of_rank in every[: group or 4]:
+            for row, column, values in of_rank[name]:
+                whole[row : row + values.size(0), column : column + values.size(1)] = values
+        same.append(torch.equal(whole, tables[name.split(".")[-2]]))
+    return {
+        "kinds": [type(entry).__name__ for entry in state.values()],
+        "whole": all(same),
+        "shapes": all(whole_shape(entry) == tables[name.split(".")[-2]].shape for name, entry in state.items()),
+        "told": [is_cut_by_columns(entry) for entry in state.values()],
+        "cut": [
+            any(values.size(1) < whole_shape(entry)[1] for of_rank in every for *_, values in of_rank[name])
+            for name, entry in state.items()
+        ],
+    }
 
 
 def without_gradients() -> dict[str, Any]:

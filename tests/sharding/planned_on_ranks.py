@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.planner.types import Topology
 
 from tests.npu.ranks import forget_groups
 from tests.sharding.planned import SHARDERS, Tables, planner, shardings
+from turbogr_plugin.backend.collectives import check_ranks_per_host
+from turbogr_plugin.errors import InputError
 from turbogr_plugin.sharding import (
     HierarchicalModelParallel,
     HierarchicalShardingPlan,
     cpu_topology,
+    link_measurement,
     npu_topology,
 )
+from turbogr_plugin.sharding.groups_config import GroupsConfig
 from turbogr_plugin.sharding.link_measurement import measure_links
+from turbogr_plugin.training import table_groups
+from turbogr_plugin.training.config import DataConfig, RunConfig
 
 _CPU = torch.device("cpu")
 
@@ -55,11 +64,20 @@ def refusals() -> list[str]:
 def hosts_with_fewer_ranks(path: str) -> list[str]:
     """Messages on this rank where the launcher tells of hosts other than the topology's."""
     one_host = cpu_topology(ranks_per_node=4, nodes=1, memory_bytes=1 << 30, intra=1e9, inter=1e7)
+    uneven = Topology(4, "cpu", local_world_size=3)  # the last host has one
     messages = []
-    for topology, last_host in ((one_host, "2"), (one_host, "3"), (_topology(4), "1"), (_topology(4), "4")):
-        for number, make in enumerate((planner(topology, group_size=2).collective_plan, _from_file(path, topology))):
+    for topology, hosts in (
+        (one_host, [2, 2, 2, 2]),
+        (one_host, [4, 4, 3, 3]),
+        (_topology(4), [2, 2, 1, 1]),
+        (_topology(4), [4, 4, 4, 4]),
+        (uneven, [3, 3, 3, 1]),
+        (uneven, [2, 2, 2, 2]),
+    ):
+        size = 1 if topology is uneven else 2
+        for number, make in enumerate((planner(topology, group_size=size).collective_plan, _from_file(path, topology))):
             before = os.environ["LOCAL_WORLD_SIZE"]
-            os.environ["LOCAL_WORLD_SIZE"] = last_host if dist.get_rank() >= 2 else "2" if last_host == "2" else "4"
+            os.environ["LOCAL_WORLD_SIZE"] = str(hosts[dist.get_rank()])
             try:
                 make(Tables({"s": (100, 8)}), SHARDERS, dist.group.WORLD)
                 messages.append(f"{number} is made")
@@ -67,8 +85,30 @@ def hosts_with_fewer_ranks(path: str) -> list[str]:
                 messages.append(f"{number}: {error}")
             finally:
                 os.environ["LOCAL_WORLD_SIZE"] = before
+    for planned in ([2, 2, 2, 4], [2, None, 2, 2]):
+        try:
+            check_ranks_per_host(planned[dist.get_rank()], cast("Any", dist.group.WORLD))
+            messages.append("made")
+        except ValueError as error:
+            messages.append(f"{error}")
     forget_groups()
     return messages
+
+
+def links_of_some_ranks(path: str) -> str:
+    """What `turbogr train` says where only the first ranks find the file of the links."""
+    config = RunConfig(
+        output="run",
+        data=DataConfig(store="store"),
+        groups=GroupsConfig(size="auto", topology=path if dist.get_rank() < 2 else f"{path}.none"),
+    )
+    unused: Any = None
+    try:
+        with patch.object(table_groups, "item_statistics", return_value=None):
+            table_groups.plan_groups(config, unused, unused, [], cast("Any", dist.group.WORLD), _CPU)
+    except InputError as error:
+        return str(error)
+    return "planned"
 
 
 def _from_file(path: str, topology: Any) -> Any:
@@ -76,7 +116,8 @@ def _from_file(path: str, topology: Any) -> Any:
 
     def make(module: Any, sharders: Any, group: Any) -> Any:
         file = f"{path}/{topology.local_world_size}-{dist.get_rank()}.json"
-        planner(topology, group_size=2).plan(module, sharders).save(file)
+        size = 1 if topology.local_world_size == 3 else 2
+        planner(topology, group_size=size).plan(module, sharders).save(file)
         plan = HierarchicalShardingPlan.load(file)
         return HierarchicalModelParallel(module, device=_CPU, plan=plan, sharders=sharders)
 
@@ -144,6 +185,31 @@ def carried_out(device_type: str) -> list[str]:
     types = sorted(sharding.sharding_type for sharding in shardings(plan).values())
     forget_groups()
     return types
+
+
+#: [rank][repeat] seconds; the first repeat is not counted.
+CLOCK = [[9.0, *((7 * turn * (rank + 3)) % 11 + 1.0 for turn in range(9))] for rank in range(4)]
+
+
+def clocked() -> tuple[float, float, float]:
+    """Seconds and spread of an action that takes as long as CLOCK says, and the least of a figure over ranks."""
+    now, turns = [0.0], iter(CLOCK[dist.get_rank()])
+
+    def act() -> None:
+        now[0] += next(turns)
+
+    kept, link_measurement.time = link_measurement.time, SimpleNamespace(perf_counter=lambda: now[0])
+    try:
+        seconds, spread = link_measurement._repeat(act, _CPU, 9)
+    finally:
+        link_measurement.time = kept
+    return seconds, spread, link_measurement._agreed(10.0 + dist.get_rank(), _CPU)
+
+
+def measured_alone() -> list[list[Any]]:
+    """What is timed between four hosts of one rank."""
+    found = measure_links(_CPU, ranks_per_node=1, megabytes=0.2, repeats=1, memory_bytes=1 << 30)
+    return [[timing.level, timing.traffic, timing.ranks, timing.bytes_sent] for timing in found.timings]
 
 
 def measured(path: str) -> Any:

@@ -72,6 +72,15 @@ def test_tables_behind_a_cache_have_no_file(tmp_path: Path) -> None:
         (lambda values: values.update(kind="x"), "kind must be 'turbogr plan 1'"),
         (lambda values: values.update(world_size=12), "group_size must divide world_size 12, got 8"),
         (lambda values: values.update(group_size=4), "a group has ranks 0 to 3"),
+        (lambda values: values["modules"]["bags"]["row_wise"].update(ranks=None), "ranks must be those of the shards"),
+        (lambda values: values["modules"]["bags"]["row_wise"]["ranks"].reverse(), "ranks must be those of the shards"),
+        (
+            lambda values: (
+                values["modules"]["bags"]["row_wise"]["shards"].pop(1),
+                values["modules"]["bags"]["row_wise"]["ranks"].pop(1),
+            ),
+            "shards must fill a table of 1000 rows and 64 columns",
+        ),
         (lambda values: values.update(sync="none"), "sync must be one of exact, average, got 'none'"),
         (lambda values: values.pop("modules"), "a field is missing or of the wrong kind"),
         (
@@ -97,8 +106,8 @@ def test_a_wrong_file_is_named_with_the_fault(tmp_path: Path, change: Any, messa
         ({"group_size": 3, "world_size": 4}, "group_size must divide world_size 4, got 3"),
         ({"group_size": 0, "world_size": 4}, "group_size must be a whole number >= 1, got 0"),
         ({"group_size": 4, "world_size": 4, "node_group_size": 3}, "node_group_size must divide group_size 4, got 3"),
-        ({"group_size": 2, "world_size": 4, "ranks_per_host": 3}, "ranks_per_host must divide world_size 4, got 3"),
-        ({"group_size": 2, "world_size": 4, "ranks_per_host": "2"}, "ranks_per_host must divide world_size 4, got '2'"),
+        ({"group_size": 2, "world_size": 4, "ranks_per_host": 0}, "ranks_per_host must be a whole number >= 1, got 0"),
+        ({"group_size": 2, "world_size": 4, "ranks_per_host": "2"}, "ranks_per_host must be a whole number >= 1"),
         ({"group_size": 2, "world_size": 4, "sync": "never"}, "sync must be one of exact, average"),
     ],
 )

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.npu.ranks import Call, RankPool
-from turbogr_plugin.sharding import topology_from_file
+from turbogr_plugin.sharding import cpu_topology, topology_from_file
 from turbogr_plugin.sharding.link_bandwidths import link_bandwidths
+from turbogr_plugin.sharding.topologies import save_topology
 
 HERE = "tests.sharding.planned_on_ranks"
 
@@ -42,16 +43,33 @@ def test_every_rank_has_the_plan_of_rank_0_or_its_refusal(ranks: RankPool) -> No
 def test_hosts_with_fewer_ranks_than_the_topology_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     (outcome,) = ranks.run([Call(f"{HERE}:hosts_with_fewer_ranks", {"path": str(tmp_path)}, world_size=4)])
     wanted = [
-        "topology has 4 ranks per host, but rank 0 runs on a host with 2 (4 of 4 ranks, hosts with 2): start 4 ranks "
-        "on each host, or plan for a topology with 2",
-        "topology has 4 ranks per host, but rank 2 runs on a host with 3 (2 of 4 ranks, hosts with 3): start 4 ranks "
-        "on each host, or plan for a topology with 3",
-        "topology has 2 ranks per host, but rank 2 runs on a host with 1 (2 of 4 ranks, hosts with 1): start 2 ranks "
-        "on each host, or plan for a topology with 1",
+        "the plan's topology has 4 ranks per host, but rank 0 runs on a host with 2 (4 of 4 ranks lack some): start 4 "
+        "ranks on each host, or plan for a topology with 2",
+        "the plan's topology has 4 ranks per host, but rank 2 runs on a host with 3 (2 of 4 ranks lack some): start 4 "
+        "ranks on each host, or plan for a topology with 3",
+        "the plan's topology has 2 ranks per host, but rank 2 runs on a host with 1 (2 of 4 ranks lack some): start 2 "
+        "ranks on each host, or plan for a topology with 1",
     ]
+    uneven = (
+        "the plan's topology has 3 ranks per host, but rank 0 runs on a host with 2 (3 of 4 ranks lack some): start 3 "
+        "ranks on each host, or plan for a topology with 2"
+    )
     refused = [f"{number}: {message}" for message in wanted for number in range(2)]
+    made = ["0 is made", "1 is made"]
+    others = [
+        f"all ranks must have one plan, got plans for {plans} ranks per host"
+        for plans in ([2, 2, 2, 4], [2, None, 2, 2])
+    ]
     for messages in outcome.result():
-        assert messages == [*refused, "0 is made", "1 is made"]
+        assert messages == [*refused, *made, *made, f"0: {uneven}", f"1: {uneven}", *others]
+
+
+@pytest.mark.timeout(150)
+def test_a_file_that_some_ranks_lack_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    save_topology(cpu_topology(ranks_per_node=2, nodes=2, memory_bytes=1 << 30, intra=1e9, inter=1e7), path)
+    (outcome,) = ranks.run([Call(f"{HERE}:links_of_some_ranks", {"path": str(path)}, world_size=4)])
+    assert all(f"groups: {path}.none: no such file" in message for message in outcome.result()), outcome.result()
 
 
 @pytest.mark.timeout(150)

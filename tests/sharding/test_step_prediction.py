@@ -71,6 +71,16 @@ def test_rows_and_their_gradients_have_the_speed_of_messages_of_their_size(kinds
     loads = _loads(shape, A2A_INTER=[kinds * 2e5] * 4)  # 1e5 bytes in each of the calls
     found = _speeds(shape, links=LinkBandwidths(LinkSpeeds.same(1e9), inter)).predict(loads, kinds=kinds)
     assert found.all_to_all == pytest.approx(kinds * 2e5 / 2e8)
+    inside = _loads(shape, A2A_INTRA=[kinds * 2e5] * 4)
+    found = _speeds(shape, links=LinkBandwidths(inter, LinkSpeeds.same(1e9))).predict(inside, kinds=kinds)
+    assert found.all_to_all == pytest.approx(kinds * 2e5 / 2e8)
+
+
+def test_replicas_alone_have_no_all_to_all() -> None:
+    shape = GroupShape(4, 4, 2)
+    with np.errstate(all="raise"):
+        found = _speeds(shape).predict(_loads(shape, REDUCE=[1e6] * 4), kinds=0)
+    assert found.all_to_all == 0
 
 
 def test_the_slowest_rank_and_the_slower_link_decide() -> None:

@@ -142,7 +142,16 @@ def test_wrong_values_are_named_with_what_is_allowed(call: Any, message: str) ->
             lambda values: values["links"]["inter"].update(all_to_all_by_size=[[1, 0]]),
             "links.inter: all_to_all_by_size must be pairs of positive numbers",
         ),
-        (lambda values: values["links"]["inter"].update(all_to_all_by_size=[1]), "links.inter: "),
+        *(
+            (
+                lambda values, wrong=wrong: values["links"]["inter"].update(all_to_all_by_size=wrong),
+                "links.inter: all_to_all_by_size must be pairs of positive numbers",
+            )
+            for wrong in ([1], None, "x", [[1, 2, 3]], [[1, True]])
+        ),
+        (lambda values: values.update(memory_bandwidth=10**400), "memory_bandwidth must be a positive number"),
+        (lambda values: values["links"]["inter"].update(exchange=10**400), "links.inter: exchange must be a positive"),
+        (lambda values: values["links"]["inter"].update(all_to_all=True), "links.inter: all_to_all must be a positive"),
         (lambda values: values["links"]["intra"].update(exchange=-1), "links.intra: exchange must be a positive"),
         (lambda values: values.update(device="tpu"), "device must be npu, cuda or cpu, got 'tpu'"),
     ],
@@ -159,6 +168,9 @@ def test_a_wrong_file_is_named_with_the_field(tmp_path: Path, change: Any, messa
 
 
 def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'x'}: not JSON")):
+        topology_from_file(tmp_path / "x")
     (tmp_path / "x").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
         topology_from_file(tmp_path / "x")

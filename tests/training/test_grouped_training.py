@@ -79,7 +79,11 @@ def test_a_grouped_run_says_so_and_is_evaluated_by_one_rank(tiny: Path, trained:
     for name in ("2", "auto"):
         assert "4 ranks in 2 group(s) of 2" in trained[name][0].err
     assert "group(s) of" not in trained["plain"][0].err
-    done = runs.run_commands({"evaluate": ["evaluate", "--run", output("2")]}, ranks=None, folder=tiny)
+    users = ["--users", "1000", "1420", "--k", "7"]
+    commands = {"evaluate": ["evaluate", "--run", output("2")]}
+    commands |= {name: ["recommend", "--run", output(name), *users] for name in ("2", "plain")}
+    done = runs.run_commands(commands, ranks=None, folder=tiny)
+    assert done["2"][0].out == done["plain"][0].out != ""
     (outcome,) = done["evaluate"]
     assert outcome.code == 0, outcome.err
     metrics = runs.metrics(tiny / output("2"))["test"]["filtered"]

@@ -61,27 +61,42 @@ def ranks_per_host(group: dist.ProcessGroup) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", group.size()))
 
 
-def check_ranks_per_host(planned: int, group: dist.ProcessGroup) -> None:
+def ranks_of_hosts(group: dist.ProcessGroup) -> list[int]:
+    """`ranks_per_host` of every rank; a collective."""
+    found: list[int] = [0] * group.size()
+    dist.all_gather_object(found, ranks_per_host(group), group=group)
+    return found
+
+
+def check_ranks_per_host(planned: int | None, group: dist.ProcessGroup) -> None:
     """Raises where a host has fewer ranks than a plan counts on; a collective of all ranks.
 
-    Traffic that the plan holds for that of a host would cross the network. More ranks on a host do no harm.
+    Traffic that the plan holds for that of a host would cross the network. More ranks on a host do no harm, and the
+    last host of a topology may have fewer than the others.
 
     Args:
-        planned: ranks of a host in the plan's topology, consecutive.
+        planned: ranks of a host in the plan's topology, consecutive; None: the plan does not say.
         group: of all ranks.
 
     Raises:
-        ValueError: on every rank, with the same message.
+        ValueError: on every rank, with the same message, also where ranks bring different plans.
     """
-    found: list[int] = [0] * group.size()
-    dist.all_gather_object(found, ranks_per_host(group), group=group)
-    lacking = [rank for rank, ranks in enumerate(found) if ranks < min(planned, group.size())]
+    plans: list[int | None] = [None] * group.size()
+    dist.all_gather_object(plans, planned, group=group)
+    found = ranks_of_hosts(group)
+    known = [each for each in plans if each is not None]
+    if not known:
+        return
+    if len(set(plans)) > 1:
+        raise ValueError(f"all ranks must have one plan, got plans for {plans} ranks per host")
+    each, world = known[0], group.size()
+    lacking = [rank for rank, here in enumerate(found) if here < min(each, world - rank // each * each)]
     if lacking:
-        has = sorted({found[rank] for rank in lacking})
+        least = min(found[rank] for rank in lacking)
         raise ValueError(
-            f"topology has {planned} ranks per host, but rank {lacking[0]} runs on a host with {found[lacking[0]]} "
-            f"({len(lacking)} of {group.size()} ranks, hosts with {', '.join(map(str, has))}): start {planned} ranks "
-            f"on each host, or plan for a topology with {has[0]}"
+            f"the plan's topology has {each} ranks per host, but rank {lacking[0]} runs on a host with "
+            f"{found[lacking[0]]} ({len(lacking)} of {world} ranks lack some): start {each} ranks on each host, or "
+            f"plan for a topology with {least}"
         )
 
 

@@ -104,9 +104,8 @@ class HierarchicalModelParallel(DMPCollection):
             world = dist.get_world_size(group)
             if plan.world_size != world:
                 raise ValueError(f"plan is for {plan.world_size} ranks, the process group has {world}")
-            if plan.ranks_per_host is not None:
-                assert group is not None
-                check_ranks_per_host(plan.ranks_per_host, group)
+            assert group is not None
+            check_ranks_per_host(plan.ranks_per_host, group)
             # TorchRec writes this rank's group into the plan.
             tables, plan = plan.plan, copy.copy(plan)
             plan.plan = copy.deepcopy(tables)

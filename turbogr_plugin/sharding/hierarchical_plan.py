@@ -57,14 +57,15 @@ class HierarchicalShardingPlan(ShardingPlan):
     def __post_init__(self) -> None:
         for name in ("group_size", "world_size"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _whole(value):
                 raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
         if self.world_size % self.group_size:
             raise ValueError(f"group_size must divide world_size {self.world_size}, got {self.group_size}")
-        if self.node_group_size is not None and not _divides(self.node_group_size, self.group_size):
+        node = self.node_group_size
+        if node is not None and not (_whole(node) and self.group_size % node == 0):
             raise ValueError(f"node_group_size must divide group_size {self.group_size}, got {self.node_group_size!r}")
-        if self.ranks_per_host is not None and not _divides(self.ranks_per_host, self.world_size):
-            raise ValueError(f"ranks_per_host must divide world_size {self.world_size}, got {self.ranks_per_host!r}")
+        if self.ranks_per_host is not None and not _whole(self.ranks_per_host):
+            raise ValueError(f"ranks_per_host must be a whole number >= 1, got {self.ranks_per_host!r}")
         if self.sync not in _SYNCS:
             raise ValueError(f"sync must be one of {', '.join(_SYNCS)}, got {self.sync!r}")
 
@@ -141,8 +142,8 @@ class HierarchicalShardingPlan(ShardingPlan):
             raise ValueError(f"{path}: {error}") from None
 
 
-def _divides(value: Any, whole: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1 and whole % value == 0
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _as_json(table: str, sharding: ParameterSharding) -> dict[str, Any]:
@@ -164,6 +165,17 @@ def _as_json(table: str, sharding: ParameterSharding) -> dict[str, Any]:
     }
 
 
+def _check_shards(shards: list[list[Any]], placements: list[int], ranks: Any) -> None:
+    """Shards fill one rectangle and lie where the table's `ranks` say, both of which TorchRec takes for granted."""
+    # Hosts of table-row-wise shards are named once each.
+    same = ranks == placements if len(ranks or ()) == len(placements) else set(ranks or ()) == set(placements)
+    if not same:
+        raise ValueError(f"ranks must be those of the shards, {placements}, got {ranks}")
+    rows, columns = (max(shard[at] + shard[2 + at] for shard in shards) for at in (0, 1))
+    if sum(shard[0] * shard[1] for shard in shards) != rows * columns:
+        raise ValueError(f"shards must fill a table of {rows} rows and {columns} columns, got {shards}")
+
+
 def _from_json(values: dict[str, Any], group_size: int) -> ParameterSharding:
     kinds = [kind.value for kind in ShardingType]
     if values["sharding_type"] not in kinds:
@@ -176,6 +188,7 @@ def _from_json(values: dict[str, Any], group_size: int) -> ParameterSharding:
             rank = shard.placement.rank() if shard.placement is not None else None
             if rank is None or not 0 <= rank < group_size:
                 raise ValueError(f"a shard lies at {shard.placement}, a group has ranks 0 to {group_size - 1}")
+        _check_shards(shards, [shard.placement.rank() for shard in metadata], values["ranks"])
     bounds, dtype = values["bounds_check_mode"], values["output_dtype"]
     return ParameterSharding(
         sharding_type=values["sharding_type"],

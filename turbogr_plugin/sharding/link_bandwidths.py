@@ -42,14 +42,14 @@ class LinkSpeeds:
     def __post_init__(self) -> None:
         for name in ("all_to_all", "all_reduce", "exchange"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
+            if not is_number(value) or not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a positive number of bytes/s, got {value!r}")
-        if not (isinstance(self.latency, int | float) and 0 <= self.latency < math.inf):
+        if not is_number(self.latency) or not 0 <= self.latency < math.inf:
             raise ValueError(f"latency must be a number of seconds >= 0, got {self.latency!r}")
-        points = [point for pair in self.all_to_all_by_size for point in pair]
-        sizes = [size for size, _ in self.all_to_all_by_size]
-        numbers = all(isinstance(point, int | float) and 0 < point < math.inf for point in points)
-        if not numbers or sizes != sorted(set(sizes)):
+        points = self.all_to_all_by_size
+        pairs = isinstance(points, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in points)
+        numbers = pairs and all(is_number(figure) and 0 < figure < math.inf for pair in points for figure in pair)
+        if not numbers or [size for size, _ in points] != sorted({size for size, _ in points}):
             raise ValueError(
                 "all_to_all_by_size must be pairs of positive numbers, bytes ascending and bytes/s, "
                 f"got {self.all_to_all_by_size!r}"
@@ -66,6 +66,17 @@ class LinkSpeeds:
             return self.all_to_all
         sizes, rates = zip(*self.all_to_all_by_size, strict=True)
         return float(np.interp(math.log(max(size, 1.0)), np.log(sizes), rates))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a file can be a figure."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # of integers with hundreds of digits
+        return False
+    return True
 
 
 class LinkBandwidths(GeneralizedCommsBandwidth):
@@ -146,7 +157,9 @@ def _level(values: Any, name: str, where: str) -> LinkSpeeds:
             f"{', '.join(optional)}, got {level!r}"
         )
     try:
-        by_size = tuple((size, rate) for size, rate in level.get("all_to_all_by_size", ()))
+        by_size: Any = level.get("all_to_all_by_size", [])
+        if isinstance(by_size, list):
+            by_size = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in by_size)
         return LinkSpeeds(**{**level, "all_to_all_by_size": by_size})
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{where}: links.{name}: {error}") from None

@@ -41,7 +41,9 @@ def local_shards(entry: Any) -> list[LocalShard]:
         found = [(shard.metadata.shard_offsets, shard.tensor) for shard in entry.local_shards()]
     else:
         wrapper = entry.to_local()
-        found = list(zip(wrapper.local_offsets(), wrapper.local_shards(), strict=True))
+        parts = wrapper.local_shards()
+        # Of a rank without shards TorchRec's wrapper has an offset all the same.
+        found = list(zip(wrapper.local_offsets(), parts, strict=True)) if parts else []
     shards = [LocalShard(int(offsets[0]), int(offsets[1]), values.detach()) for offsets, values in found]
     return sorted((shard for shard in shards), key=lambda shard: shard[:2])
 
@@ -53,8 +55,11 @@ def whole_shape(entry: Any) -> tuple[int, ...]:
 
 
 def is_cut_by_columns(entry: Any) -> bool:
-    """Whether some rank holds a part of a row; the same answer on every rank."""
+    """Whether rows are cut: as every rank knows of a ShardedTensor; of a DTensor those that hold a part of it.
+
+    TorchRec's placements do not tell: a rank without a part has others than the rest.
+    """
     if isinstance(entry, ShardedTensor):
         columns = entry.metadata().size[1]
         return any(shard.shard_sizes[1] != columns for shard in entry.metadata().shards_metadata)
-    return any(placement.is_shard(1) for placement in entry.placements)
+    return any(shard.values.size(1) < entry.size(1) for shard in local_shards(entry))

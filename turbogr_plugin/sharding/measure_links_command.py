@@ -6,6 +6,7 @@ torchrun --nproc-per-node 8 -m turbogr_plugin.cli measure-links --device npu --o
 from __future__ import annotations
 
 import argparse
+import math
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def run(given: argparse.Namespace) -> LinkMeasurement | None:
     Raises:
         ValueError: an option with a value that is not allowed.
     """
-    if given.memory_gb is not None and given.memory_gb <= 0:
+    if given.memory_gb is not None and not 0 < given.memory_gb < math.inf:
         raise ValueError(f"--memory-gb must be positive, got {given.memory_gb:g}")
     if not given.output.resolve().parent.is_dir():
         raise ValueError(f"--output: {given.output.resolve().parent} is no folder")

@@ -21,7 +21,13 @@ from typing import Any
 
 from torchrec.distributed.planner.types import CustomTopologyData, Storage, Topology
 
-from turbogr_plugin.sharding.link_bandwidths import MILLISECONDS, LinkBandwidths, LinkSpeeds, link_bandwidths
+from turbogr_plugin.sharding.link_bandwidths import (
+    MILLISECONDS,
+    LinkBandwidths,
+    LinkSpeeds,
+    is_number,
+    link_bandwidths,
+)
 from turbogr_plugin.sharding.machines import Machine, machine
 
 _FILE_KIND = "turbogr topology 1"
@@ -123,7 +129,7 @@ def cluster(
     counts = {"nodes": nodes, "devices_per_node": devices_per_node, "nodes_per_domain": nodes_per_domain}
     for name, value in {**counts, "memory_bytes": memory_bytes, "memory_bandwidth": memory_bandwidth}.items():
         whole = name in counts
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < math.inf:
+        if not is_number(value) or (whole and not isinstance(value, int)) or not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive {'whole number' if whole else 'number'}, got {value!r}")
     if device not in ("npu", "cuda", "cpu"):
         raise ValueError(f"device must be npu, cuda or cpu, got {device!r}")
@@ -156,7 +162,7 @@ def topology_from_file(path: str | Path) -> Topology:
         raise ValueError(f"{path}: no such file")
     try:
         values = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     kind = values.get("kind") if isinstance(values, dict) else values
     if kind != _FILE_KIND:

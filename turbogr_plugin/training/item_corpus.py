@@ -48,6 +48,8 @@ def local_item_rows(
 ) -> list[ItemShard]:
     """The rows of the item table that this rank scores, as views, from an entry of a model's `state_dict()`.
 
+    A collective of the group where the entry is a DTensor.
+
     Args:
         entry: TorchRec's ShardedTensor or DTensor (row_wise, table_row_wise, table_wise) or a plain Tensor that every
             rank holds whole (data_parallel, or an unsharded model); of the latter each rank takes its even share of the
@@ -76,12 +78,18 @@ def local_item_rows(
             f"evaluate it on the store it was trained on"
         )
     if is_sharded(entry):
+        error = None
         if is_cut_by_columns(entry):
-            raise InputError(
+            error = InputError(
                 "the item table is sharded by columns (column_wise, table_column_wise or grid_shard), so no rank holds "
                 "whole item vectors to score; allowed sharding types for it are row_wise, table_row_wise, table_wise "
                 "and data_parallel: constrain the planner to one of them"
             )
+        if isinstance(entry, DTensor):
+            exchange = RankExchange(torch.device(entry.device_mesh.device_type), process_group)
+            exchange.agree(error, doing="looking at the item table")
+        elif error is not None:
+            raise error
         shards = []
         for first_row, _, rows in local_shards(entry):
             first, last = (rows.size(0) * number // replicas for number in (replica, replica + 1))

@@ -107,6 +107,8 @@ def train(config: RunConfig, *, resume: bool) -> dict[str, Any] | None:
             resolved = asdict(config)
             # As an absolute path, with which `evaluate` and `recommend` find the store from anywhere.
             resolved["data"]["store"] = str(Path(config.data.store).resolve())
+            if config.groups.topology:
+                resolved["groups"]["topology"] = str(Path(config.groups.topology).resolve())
             text = yaml.safe_dump(resolved, sort_keys=False)
             write_atomically(Path(config.output) / "config.yaml", text.encode())
         summary = trainer.train()

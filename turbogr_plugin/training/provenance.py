@@ -21,7 +21,6 @@ _RESUMED = (
     "negatives",
     "optimizer",
     "balance",
-    "groups.wire",
     "training.seed",
     "training.global_batch_size",
     "training.precision",

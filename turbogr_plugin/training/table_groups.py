@@ -9,7 +9,8 @@ from torch import nn
 from torchrec.distributed.planner.types import PlannerError, Topology
 from torchrec.distributed.types import ModuleSharder
 
-from turbogr_plugin.backend.collectives import ranks_per_host
+from turbogr_plugin.backend.collectives import ranks_of_hosts
+from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.data.batch import ITEM, NEGATIVE
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.errors import InputError
@@ -44,26 +45,43 @@ def plan_groups(
     Raises:
         InputError: on every rank: a size that the ranks do not allow, links of other hosts, tables that do not fit.
     """
-    groups = config.groups
+    # Hosts may have different numbers of ranks: a group is a part of the smallest or made of hosts of its size.
+    local = min(ranks_of_hosts(group))
+    made: list[HierarchicalShardingPlanner] = []
+
+    def make() -> None:
+        try:
+            made.append(_planner(config, store, group, device, local))
+        except ValueError as error:
+            raise InputError(f"groups: {error}") from error
+
+    # The file may be there for some ranks only, and a rank that has none must not leave the others waiting.
+    RankExchange(device, group).agree(caught(make), doing="reading groups")
     try:
-        if groups.topology:
-            topology = topology_from_file(groups.topology)
-        else:
-            topology = Topology(group.size(), device.type, local_world_size=ranks_per_host(group))
-        if topology.compute_device != device.type:
-            raise ValueError(f"{groups.topology} is of {topology.compute_device}, the run of {device.type}")
-        planner = HierarchicalShardingPlanner(
-            topology=topology,
-            batch_size=max(1, config.training.global_batch_size // group.size()),
-            constraints=sequence_table_constraints([ITEM_TABLE]),
-            group_size=groups.size,
-            wire_dtype=groups.wire_dtype,
-            # Only rank 0 plans, and only a choice needs them.
-            batch_statistics=item_statistics(config, store) if groups.size == "auto" and group.rank() == 0 else None,
-        )
-        return planner.collective_plan(task, sharders, group)
+        return made[0].collective_plan(task, sharders, group)
     except (ValueError, PlannerError) as error:
         raise InputError(f"groups: {error}") from error
+
+
+def _planner(
+    config: RunConfig, store: InteractionStore, group: dist.ProcessGroup, device: torch.device, local: int
+) -> HierarchicalShardingPlanner:
+    groups = config.groups
+    if groups.topology:
+        topology = topology_from_file(groups.topology)
+    else:
+        topology = Topology(group.size(), device.type, local_world_size=local)
+    if topology.compute_device != device.type:
+        raise ValueError(f"{groups.topology} is of {topology.compute_device}, the run of {device.type}")
+    return HierarchicalShardingPlanner(
+        topology=topology,
+        batch_size=max(1, config.training.global_batch_size // group.size()),
+        constraints=sequence_table_constraints([ITEM_TABLE]),
+        group_size=groups.size,
+        wire_dtype=groups.wire_dtype,
+        # Only rank 0 plans, and only a choice needs them.
+        batch_statistics=item_statistics(config, store) if groups.size == "auto" and group.rank() == 0 else None,
+    )
 
 
 def item_statistics(config: RunConfig, store: InteractionStore) -> BatchStatistics:
