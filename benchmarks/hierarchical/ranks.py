@@ -45,8 +45,8 @@ class Settings:
     """Names of VARIANTS."""
     rounds: int
     steps: int
-    dense_seconds: float
-    """Of the dense part and the host, for the prediction."""
+    compute_seconds: float
+    """Of the dense part and the host by lookup, for the prediction."""
     seed: int
 
     @classmethod
@@ -147,7 +147,8 @@ def run(settings: Settings) -> dict[str, Any]:
                 measured[variant].append(trained[variant].measure(batches))
         figures = {}
         for variant in variants:
-            plan = planned(variant, workload, items.rows, links.topology, settings.dense_seconds)
+            dense_seconds = settings.compute_seconds * workload.lookups
+            plan = planned(variant, workload, items.rows, links.topology, dense_seconds)
             assert plan.report is not None
             (candidate,) = plan.report.candidates
             assert candidate.prediction is not None

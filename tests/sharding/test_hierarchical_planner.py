@@ -33,8 +33,7 @@ from turbogr_plugin.sharding import (
     cpu_topology,
     npu_topology,
 )
-from turbogr_plugin.sharding.link_bandwidths import LinkSpeeds
-from turbogr_plugin.sharding.plan_report import TCP_FRAMING, sent_over_link
+from turbogr_plugin.sharding.plan_report import sent_over_link
 from turbogr_plugin.sharding.scale_prediction import kuairand_items
 
 ROW_WISE = {"item": ParameterConstraints(sharding_types=["row_wise"])}
@@ -87,38 +86,6 @@ def test_groups_are_not_chosen_for_bytes_that_they_do_not_save_and_the_plan_says
 def test_a_narrow_wire_makes_groups_pay_where_fp32_does_not() -> None:
     assert _items(20, 8_192).group_size == 4
     assert _items(20, 8_192, wire_dtype=torch.float16).group_size == 2
-
-
-#: Two emulated hosts of two ranks on a link of 100 Mbit/s, 8,192 lookups per rank, dim 128, items with at least 1,000
-#: exposures, a dense part of 132 KB, gloo over TCP: MB that a host sent per step by the counter of its interface, and
-#: ms per step, as `python -m benchmarks.hierarchical` gave them; by wire, None is plain sharding over all ranks.
-MEASURED = {None: (9.19, 1041), torch.float32: (6.06, 581), torch.float16: (3.15, 338)}
-
-
-@pytest.mark.parametrize("wire", MEASURED, ids=str)
-def test_bytes_and_steps_of_two_emulated_hosts_are_as_measured(wire: torch.dtype | None) -> None:
-    megabytes, milliseconds = MEASURED[wire]
-    slow = LinkSpeeds(all_to_all=4.02e6, all_reduce=5.87e6, exchange=5.87e6, latency=0.7e-3)
-    fast = LinkSpeeds(all_to_all=0.56e9, all_reduce=0.90e9, exchange=1.30e9, latency=0.7e-3)
-    topology = cpu_topology(
-        ranks_per_node=2, nodes=2, memory_bytes=4 * GB, intra=fast, inter=slow, memory_bandwidth=3.5e9
-    )
-    plan = planner(
-        topology,
-        batch_size=8,
-        group_size=4 if wire is None else 2,
-        wire_dtype=wire or torch.float32,
-        batch_statistics=BatchStatistics(lengths={"f_item": 1024.0}, access={"item": kuairand_items(1000)}),
-        constraints=ROW_WISE,
-        optimizer="EXACT_ROWWISE_ADAGRAD",
-        dense_seconds=0.1,  # of a step beside its communication, four processes on two cores
-    ).plan(Tables({"item": (20_719, 128)}), SHARDERS)
-    assert plan.report is not None
-    (candidate,) = plan.report.candidates
-    assert candidate.prediction is not None
-    sent = sent_over_link(candidate, ranks=2, world=4, dense_bytes=132e3, framing=TCP_FRAMING)
-    assert sent / 1e6 == pytest.approx(megabytes, rel=0.03)
-    assert 1e3 * candidate.prediction.step == pytest.approx(milliseconds, rel=0.25)
 
 
 def test_minimum_gain_is_asked_of_every_smaller_group() -> None:
