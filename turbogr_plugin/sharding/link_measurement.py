@@ -42,7 +42,7 @@ from turbogr_plugin.sharding.link_bandwidths import LinkBandwidths, LinkSpeeds
 from turbogr_plugin.sharding.topologies import cluster, save_topology
 
 _A2A_PARTS = (8, 4, 2, 1)
-"""All-to-all is timed with these parts of the size of a measurement."""
+"""All-to-all is timed with the size of a measurement divided by each of these; the whole comes last."""
 _SMALL = 8
 """Elements per peer of a message that is all latency."""
 _TABLE_BYTES = 256 << 20

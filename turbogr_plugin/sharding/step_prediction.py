@@ -79,7 +79,10 @@ class Speeds:
         return cls(shape, links, memory_bandwidth(topology), dense_seconds, dense_bytes, overlap)
 
     def seconds_per_byte(self) -> Floats:
-        """[len(Load)]: weights that make one figure of a shard's loads, memory left out."""
+        """[len(Load)]: weights that make one figure of a shard's loads, memory left out.
+
+        All-to-all counts by its speed with large messages: their sizes are known once all tables have their places.
+        """
         found = np.zeros(len(Load))
         found[Load.LOOKUP] = 1 / self.memory_bandwidth
         found[Load.A2A_INTRA] = 1 / self.links.intra.all_to_all
