@@ -56,6 +56,25 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
+def group_of_same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
+    """The ranks of a group once more, so that two threads can each issue collectives; a collective of them.
+
+    Args:
+        group: whose timeout the new one has; a group of one rank needs no other and is returned itself.
+        description: shown in messages of torch.
+    """
+    if group.size() == 1:
+        return group
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout_of(group),
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    assert made is not None
+    return made
+
+
 def ranks_per_host(group: dist.ProcessGroup) -> int:
     """Ranks of this host, as the launcher tells them (LOCAL_WORLD_SIZE); without a launcher all share one host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", group.size()))
@@ -81,14 +100,14 @@ def check_ranks_per_host(planned: int | None, group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: on every rank, with the same message, also where ranks bring different plans.
     """
-    plans: list[int | None] = [None] * group.size()
-    dist.all_gather_object(plans, planned, group=group)
-    found = ranks_of_hosts(group)
+    told: list[tuple[int | None, int]] = [(None, 0)] * group.size()
+    dist.all_gather_object(told, (planned, ranks_per_host(group)), group=group)
+    plans, found = zip(*told, strict=True)
     known = [each for each in plans if each is not None]
     if not known:
         return
     if len(set(plans)) > 1:
-        raise ValueError(f"all ranks must have one plan, got plans for {plans} ranks per host")
+        raise ValueError(f"all ranks must have one plan, got plans for {list(plans)} ranks per host")
     each, world = known[0], group.size()
     lacking = [rank for rank, here in enumerate(found) if here < min(each, world - rank // each * each)]
     if lacking:

@@ -39,7 +39,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
-from turbogr_plugin.backend.collectives import check_ranks_per_host, timeout_of
+from turbogr_plugin.backend.collectives import check_ranks_per_host, group_of_same_ranks, timeout_of
 from turbogr_plugin.backend.rank_exchange import RankExchange, caught
 from turbogr_plugin.errors import InputError
 from turbogr_plugin.sharding.exchange_hooks import GradientExchange
@@ -237,10 +237,7 @@ def _group_of_tables(env: ShardingEnv) -> ShardingEnv:
     group = env.process_group
     if group is None or group.size() == 1:
         return env
-    ranks = dist.get_process_group_ranks(group)
-    return ShardingEnv.from_process_group(
-        dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True, group_desc="tables")
-    )
+    return ShardingEnv.from_process_group(group_of_same_ranks(group, "tables"))
 
 
 def _check_groups(

@@ -167,7 +167,7 @@ def _as_json(table: str, sharding: ParameterSharding) -> dict[str, Any]:
 
 def _check_shards(shards: list[list[Any]], placements: list[int], ranks: Any) -> None:
     """Shards fill one rectangle and lie where the table's `ranks` say, both of which TorchRec takes for granted."""
-    # Hosts of table-row-wise shards are named once each.
+    # Plans made by hand may name a rank once that holds several shards.
     same = ranks == placements if len(ranks or ()) == len(placements) else set(ranks or ()) == set(placements)
     if not same:
         raise ValueError(f"ranks must be those of the shards, {placements}, got {ranks}")

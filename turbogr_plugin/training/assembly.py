@@ -7,15 +7,13 @@ process group of their own where the pipeline issues them from a thread of its o
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
 
-from turbogr_plugin.backend.collectives import ranks_per_host
+from turbogr_plugin.backend.collectives import group_of_same_ranks, ranks_per_host
 from turbogr_plugin.data.store import InteractionStore
 from turbogr_plugin.models.retrieval import ITEM_TABLE, SequentialRetriever
 from turbogr_plugin.sharding.constraints import sequence_table_constraints
@@ -75,11 +73,7 @@ def build_model(
         constraints=sequence_table_constraints([ITEM_TABLE]),
     )
     plan = planner.collective_plan(task, sharders, group)
-    tables = group
-    if config.pipeline.own_group and group.size() > 1:
-        tables = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=timedelta(minutes=config.timeout_minutes), group_desc="tables"
-        )
+    tables = group_of_same_ranks(group, "tables") if config.pipeline.own_group else group
     model = DistributedModelParallel(
         module=task,
         env=ShardingEnv.from_process_group(tables),
