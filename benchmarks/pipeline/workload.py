@@ -28,7 +28,6 @@ CPU = torch.device("cpu")
 COMPUTE = "compute"
 """The range around what stands for the dense part."""
 WAIT, PROCESSOR = "wait", "processor"
-KINDS = (WAIT, PROCESSOR)
 FEATURE = "item"
 SAMPLES = 8
 _SIDE = 192  # of the matrices of PROCESSOR: about a millisecond a product, or less
@@ -54,7 +53,7 @@ class Compute(nn.Module):
 
     def __init__(self, kind: str, seconds: float, product_seconds: float) -> None:
         """Args:
-        kind: of KINDS.
+        kind: WAIT or PROCESSOR.
         seconds: per step.
         product_seconds: that one matrix product takes when nothing else runs: the work is fixed, not the time.
         """

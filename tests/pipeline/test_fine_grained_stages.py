@@ -54,6 +54,30 @@ class _Preprocessed(small_model.Model):
         return loss, loss.detach()
 
 
+def test_modules_that_are_exact_no_longer_do_not_hold_the_dense_part_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = [threading.Event() for _ in range(STEPS + 1)]
+    met: list[bool] = []
+    forward, backward = TrainPipelineFineGrained._dense_forward, TrainPipelineFineGrained._embedding_backward
+
+    def tell(pipeline: Any, context: FineGrainedContext) -> None:
+        began[context.number].set()
+        forward(pipeline, context)
+
+    def wait(pipeline: Any, context: FineGrainedContext) -> None:
+        if context.number < STEPS - 1:
+            met.append(began[context.number + 1].wait(3))
+        backward(pipeline, context)
+
+    monkeypatch.setattr(TrainPipelineFineGrained, "_dense_forward", tell)
+    monkeypatch.setattr(TrainPipelineFineGrained, "_embedding_backward", wait)
+    run = Run(staleness=1)
+    run.pipeline.set_staleness(1, exact=["bags"])
+    run.pipeline.set_staleness(1)
+    assert len(run.losses(iter(source_of()))) == STEPS
+    run.pipeline.finish()
+    assert met == [True] * (STEPS - 1)
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_preprocessing_runs_in_the_sparse_lane_and_each_batch_sees_its_own(
     staleness: int, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,7 @@ class FineGrainedStages(TrainPipelineSparseDist[In, Out]):
 
     _model: nn.Module
     _original_kjt_dist_forwards: list[Any]
-    #: Set by TrainPipelineFineGrained.
+    #: Set by the subclasses.
     _when_exhausted: str
     _empty_batch: Callable[[Any], Any] | None
     _agreement: StepAgreement | None = None

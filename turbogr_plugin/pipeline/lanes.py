@@ -115,9 +115,6 @@ class ThreadState:
 class Lane(Protocol):
     """Where stages run."""
 
-    def stream(self) -> Stream:
-        """The stream of the next stage."""
-
     def submit(self, work: Callable[[], None], needs: Sequence[StageRun]) -> StageRun:
         """Hands out work that starts when `needs` have been issued."""
 
@@ -136,17 +133,13 @@ class CallersLane:
     def __init__(self, device: torch.device, stream: Stream | None = None) -> None:
         self._device, self._stream = device, stream
 
-    def stream(self) -> Stream:
-        """See Lane."""
-        return current_stream(self._device) if self._stream is None else self._stream
-
     def submit(self, work: Callable[[], None], needs: Sequence[StageRun]) -> StageRun:
         """See Lane."""
         # What it raises is raised here: later stages of this thread may use the process group in which other ranks
         # wait for this one, and would meet its collectives with others.
         run = StageRun(self._device)
         with on_stream(self._stream):
-            run.run(work, needs, self.stream())
+            run.run(work, needs, current_stream(self._device) if self._stream is None else self._stream)
         return run
 
     def close(self) -> None:
@@ -171,17 +164,13 @@ class ThreadLane:
     """
 
     def __init__(self, name: str, device: torch.device, stream: Stream) -> None:
-        self._device, self._stream = device, stream
+        self._device = device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # A daemon: the interpreter must be able to end while a lane hangs in a collective that nobody joins.
         self._thread = threading.Thread(
             target=_work_off, args=(self._jobs, device, stream), name=f"turbogr-{name}", daemon=True
         )
         self._thread.start()
-
-    def stream(self) -> Stream:
-        """See Lane."""
-        return self._stream
 
     def submit(self, work: Callable[[], None], needs: Sequence[StageRun]) -> StageRun:
         """See Lane."""

@@ -16,8 +16,8 @@ rows is the order of the collectives, the same on all ranks. With batch i in the
     dense_optimizer     i          dense   dense_backward
 
 A stage of a batch is handed out after those of the same batch that it waits for, whatever the order of the rows; that
-fills the pipeline, too. With s = 1 six batches are in flight: the update of batch i - 1, the dense part of batch i, and
-four that are ahead.
+fills the pipeline, too. With s = 1 five batches are in flight: the update of batch i - 1, the dense part of batch i,
+and three that are ahead; six while the update of batch i - 2 is late, too.
 
 Left out: stages for a part of the batches, and lanes beyond the three.
 """

@@ -143,7 +143,8 @@ class ScheduledStages(FineGrainedStages[In, Out]):
     def _is_there(self, context: FineGrainedContext) -> bool:
         """Whether the ranks have the batch; waits for less than the dense part of the batch is going to wait for.
 
-        Else the gradients that the last batch has left would be zeroed behind it, or not, as fast as a lane is.
+        Without the answer zero_grad would sometimes wipe the last batch's gradients after the data has ended, depending
+        on how fast the lane was.
         """
         if FEATURE_DIST not in context.runs:
             self._submit(self._schedule[FEATURE_DIST], context)
@@ -171,6 +172,12 @@ class ScheduledStages(FineGrainedStages[In, Out]):
 
     def _submit(self, stage: Stage, context: FineGrainedContext) -> None:
         """Hands a stage of a batch to its lane, behind those of the batch that it waits for."""
+        if stage.name == LOOKUP_EXACT and not self._has_exact_lookup(context):
+            # The schedule keeps the row for batches that have one; the dense part of others must not wait for it.
+            if LOOKUP not in context.runs:
+                self._submit(self._schedule[LOOKUP], context)
+            context.runs[LOOKUP_EXACT] = context.runs[LOOKUP]
+            return
         for name in stage.waits_for:
             if name not in context.runs:
                 self._submit(self._schedule[name], context)
@@ -189,6 +196,10 @@ class ScheduledStages(FineGrainedStages[In, Out]):
         if stage.name in (LOOKUP, LOOKUP_EXACT) and self._rates is not None:
             context.rates[stage.name] = self._rates.now()
         context.runs[stage.name] = self._lane(stage.lane).submit(partial(self._run, stage, context), needs)
+
+    def _has_exact_lookup(self, context: FineGrainedContext) -> bool:
+        """Whether some modules of the batch are looked up apart; decided with its first lookup."""
+        return bool(context.exact if LOOKUP in context.runs else self._exact | self._never_stale)
 
     def _run(self, stage: Stage, context: FineGrainedContext) -> None:
         """A stage of a batch, in its lane."""

@@ -24,6 +24,7 @@ STAGES = {
     "feature_dist": "#7fb3d5",
     "wait_features": "#b8d4e8",
     "lookup": "#2e6fa7",
+    "lookup_exact": "#5b8fc0",
     "dense_forward": "#74a57f",
     "dense_backward": "#3b7a57",
     "dense_optimizer": "#b5cf9f",

@@ -65,7 +65,8 @@ class TrainPipelineFineGrained(ScheduledStages[In, Out]):
         model: as in TrainPipelineSparseDist.
         optimizer: as there, of the dense part.
         device: as there.
-        execute_all_batches: as there; False ends training as soon as an iterator has ended.
+        execute_all_batches: as there; False ends training as soon as an iterator has ended, and
+            waits in every step for the answer of all ranks, behind the last update: little overlaps then.
         apply_jit: as there.
         context_type: FineGrainedContext or a subclass.
         pipeline_postproc: as there.

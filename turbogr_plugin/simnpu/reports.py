@@ -46,7 +46,7 @@ class HostSync:
     """Python source lines "path:line in function", innermost first, without torch's; empty unless they are traced."""
     count: int
     thread: str = ""
-    """Name of the Python thread that waited; as `where`."""
+    """Name of the Python thread that waited; empty unless sources are traced."""
 
 
 @dataclass(frozen=True)

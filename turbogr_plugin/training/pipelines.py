@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class PipelineConfig:
     staleness: int = 0
     "Updates that a lookup of the tables may miss: 0 is exact, 1 is the paper's semi-asynchronous training."
     start_batch: int = 0
-    "Steps with staleness 0 before."
+    "Steps with staleness 0 before stale ones begin."
     staleness_limit: float | None = None
     "Look a table up stale only if alpha * staleness is below this (0.05 is usual), with alpha, the collisions between \
 steps, measured before start_batch; without it all tables are stale."
@@ -96,9 +96,8 @@ def build_pipeline(
         return TrainPipelineSemiSync(
             model, optimizer, device, execute_all_batches=True, start_batch=max(0, start_batch - 1)
         )
-    choosing: dict[str, Any] = {}
     if config.staleness_limit is not None:
-        choosing, start_batch = {"staleness_limit": config.staleness_limit}, config.start_batch
+        start_batch = config.start_batch
     return TrainPipelineFineGrained(
         model,
         optimizer,
@@ -106,7 +105,7 @@ def build_pipeline(
         execute_all_batches=True,
         staleness=config.staleness,
         start_batch=start_batch,
-        **choosing,
+        staleness_limit=config.staleness_limit,
     )
 
 
