@@ -96,8 +96,9 @@ def test_memory_of_a_step_holds_results_and_the_scores_of_all_pairs_of_the_padde
     results = 4 * (2 * 512 * 4 * 8) * 4  # the output and three gradients in float32
     scores = 2 * 4 * 512 * 512 * 4
     assert found.results == results
-    # At least two tensors of all pairs are alive at once (scores and their activation), at most eight.
-    assert results + 2 * scores < found.added < results + 8 * scores
+    # At least two tensors of all pairs are alive at once (scores and their activation), at most eight, which take 8 MiB
+    # each; the process takes some pages beside them.
+    assert results + 2 * scores < found.added < results + 8 * scores + (1 << 20)
     assert found.workspace == found.added - results
 
 
